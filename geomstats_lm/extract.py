@@ -19,6 +19,7 @@ import xarray as xr
 from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 
+from geomstats_lm.blocks import LanguageModel, capture
 from geomstats_lm.corpus import windows
 from geomstats_lm.cube import (
     STORAGE_DTYPES,
@@ -27,7 +28,7 @@ from geomstats_lm.cube import (
     token_runs,
     write_unit,
 )  # fmt: skip
-from geomstats_lm.models import LanguageModel, capture, parameter_checksum
+from geomstats_lm.models import parameter_checksum
 
 CHUNK_BYTES = (1 << 20, 16 << 20)  # least and most bytes of a chunk
 CHUNKS_WANTED = 16  # per layer, so that a small cube still feeds several workers
