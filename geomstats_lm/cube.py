@@ -212,7 +212,12 @@ def open_leaf(store: str | Path, key: str, leaf: str) -> xr.Dataset:
     dataset = xr.open_zarr(
         str(store), group=path, chunks={}, consolidated=False, drop_variables=[LEDGER]
     )
-    text = {n: c.astype(str) for n, c in dataset.coords.items() if c.dtype.kind == "T"}
+    # variable-width strings come back as numpy's fixed-width ones, which pandas understands
+    text = {
+        n: (c.dims, np.asarray(c.values.tolist(), dtype=str), c.attrs)
+        for n, c in dataset.coords.items()
+        if c.dtype.kind in "TO"
+    }
     return dataset.assign_coords(text).map(_as_float32, keep_attrs=True)
 
 
