@@ -84,9 +84,44 @@ def _gpt_neox() -> transformers.PretrainedConfig:
     )
 
 
+def _rwkv() -> transformers.PretrainedConfig:
+    return transformers.RwkvConfig(
+        **SHARED,
+        context_length=CONTEXT,
+        hidden_size=192,
+        attention_hidden_size=192,
+        intermediate_size=768,
+        num_hidden_layers=6,
+        rescale_every=0,  # else evaluation halves the stream, for float16 overflow, every 6 blocks
+    )
+
+
+def _hybrid() -> transformers.PretrainedConfig:
+    # Bamba: Mamba-2 blocks, the third and the sixth with attention instead; an MLP in each.
+    return transformers.BambaConfig(
+        **SHARED,
+        pad_token_id=0,
+        hidden_size=192,
+        intermediate_size=384,
+        num_hidden_layers=6,
+        num_attention_heads=6,
+        num_key_value_heads=6,
+        attn_layer_indices=[2, 5],
+        mamba_expand=2,
+        mamba_n_heads=8,
+        mamba_d_head=48,
+        mamba_n_groups=1,
+        mamba_d_state=32,
+        mamba_chunk_size=32,
+        max_position_embeddings=CONTEXT,
+    )
+
+
 ARCHITECTURES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "gpt2": _gpt2,
     "mamba2": _mamba2,
     "llama": _llama,
     "gpt_neox": _gpt_neox,
+    "rwkv": _rwkv,
+    "hybrid": _hybrid,
 }

