@@ -343,6 +343,8 @@ def prepare_leaf(
     variables = {}
     for name, variable in template.variables.items():
         variable = variable.copy(deep=False)
+        if name in template.coords:
+            variable = variable.load()  # labels are complete from the start, never lazy
         variable.encoding = {}
         if variable.dtype.kind in "US":  # fixed-width strings have no stable Zarr v3 form
             variable = variable.astype(object)
