@@ -312,10 +312,10 @@ def _check_resume(
                 f"{float((again - logits).abs().max()):.3g}: state passes beside the blocks' output"
             )
     # A model may reshape before its head; then all positions are computed and one is taken.
-    rows = torch.tensor([3, 5])
+    rows = torch.tensor([[3], [5]])
     try:
         picked = resume(replace(lm, gathers_rows=True), ids, lm.n_layers, seen[-1][2], rows=rows)
-        expected = logits[torch.arange(2), rows.to(logits.device)][:, None]
+        expected = logits[torch.arange(2), rows[:, 0]][:, None]
         gathers = picked.shape == expected.shape and torch.allclose(
             picked, expected, rtol=1e-3, atol=1e-3
         )
