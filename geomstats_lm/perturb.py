@@ -366,7 +366,8 @@ def _sink(
         return tuple(whole)
 
     if store is None:
-        memory = template.compute()
+        # equal dask arrays are computed to one shared buffer; a deep copy parts them
+        memory = template.compute().copy(deep=True)
 
         def keep(number: int, values: dict[str, np.ndarray], token: slice) -> None:
             for name, array in values.items():
