@@ -284,7 +284,7 @@ def _reference(data: xr.Dataset, name: str, default: float) -> xr.DataArray:
 def _run(decomposition: xr.Dataset) -> int:
     """Tokens per chunk: whole runs of the decomposition, at most ``TOKENS_PER_CHUNK``."""
     n_tokens = decomposition.sizes["token"]
-    run = decomposition["update"].chunksizes.get("token", (n_tokens,))[0]
+    run = decomposition["update"].variable.chunksizes.get("token", (n_tokens,))[0]
     return min(n_tokens, max(run, TOKENS_PER_CHUNK // run * run)) or 1
 
 

@@ -302,7 +302,7 @@ def _appends(model: LanguageModel, parts: xr.Dataset, length: int) -> bool:
 def _sample_positions(usable: np.ndarray, length: int, n_single: int, seed: int) -> np.ndarray:
     """True at up to ``n_single`` positions of every window that are usable at some layer."""
     rng = np.random.default_rng([seed, 0])
-    order = rng.random(usable.shape[1]).reshape(-1, length)
+    order: np.ndarray = rng.random((usable.shape[1] // length, length))
     order[~usable.any(axis=0).reshape(-1, length)] = np.inf
     rank = order.argsort(axis=1).argsort(axis=1)
     return ((rank < n_single) & np.isfinite(order)).ravel()
