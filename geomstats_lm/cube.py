@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ import xarray as xr
 
 from geomstats_lm.encoding import STORAGE_DTYPES, from_bfloat16
 from geomstats_lm.ledger import (
+    Grid,
     IncompleteError,
     SettingsError,
     finish_leaf,
@@ -55,6 +57,7 @@ __all__ = [
     "open_study",
     "ordered",
     "prepare_leaf",
+    "progress_bar",
     "settings_of",
     "token_runs",
     "write_leaf",
@@ -205,8 +208,19 @@ def has_leaf(store: str | Path, key: str, leaf: str) -> bool:
         return False
 
 
-def open_leaf(store: str | Path, key: str, leaf: str) -> xr.Dataset:
+def open_leaf(store: str | Path, key: str, leaf: str, *, incomplete: str = "error") -> xr.Dataset:
     """Open one leaf lazily, its dask chunks the stored chunks, 16-bit floats read as float32.
+
+    Parameters
+    ----------
+    store, key, leaf : str
+        The leaf ``/<key>/<leaf>``.
+    incomplete : {"error", "ignore"}
+        Whether chunks that are not there are an error, or read as NaN.
+
+    Returns
+    -------
+    xarray.Dataset
 
     Raises
     ------
@@ -215,22 +229,14 @@ def open_leaf(store: str | Path, key: str, leaf: str) -> xr.Dataset:
     IncompleteError
         If some of its units are not finished.
     """
+    if incomplete not in ("error", "ignore"):
+        raise ValueError(f"incomplete={incomplete!r}: accepted are 'error' and 'ignore'")
     path = f"{key}/{leaf}"
     group = open_group(store, path)
     if LEDGER not in group:
         raise IncompleteError(f"{path} in {store} was never set up completely; run its step again")
-    missing, units = unfinished_units(store, path)
-    if missing:
-        raise IncompleteError(
-            f"{path} in {store} is incomplete: {missing} of {units} units are missing; run the "
-            "same command again and it carries on"
-        )
-    lost = missing_chunks(store, path)
-    if lost:
-        raise IncompleteError(
-            f"{path} in {store} has lost chunks that were finished ({lost}); copy the store again, "
-            "or run the step that made it with overwrite=True"
-        )
+    if incomplete == "error":
+        _check_complete(store, path)
     dataset = xr.open_zarr(
         str(store), group=path, chunks={}, consolidated=False, drop_variables=[LEDGER]
     )
@@ -245,6 +251,21 @@ def open_leaf(store: str | Path, key: str, leaf: str) -> xr.Dataset:
         for n, c in dataset.coords.items()
     }
     return dataset.assign_coords(labels).map(_as_float32, keep_attrs=True)
+
+
+def _check_complete(store: str | Path, path: str) -> None:
+    missing, units = unfinished_units(store, path)
+    if missing:
+        raise IncompleteError(
+            f"{path} in {store} is incomplete: {missing} of {units} units are missing; run the "
+            "same command again and it carries on"
+        )
+    lost = missing_chunks(store, path)
+    if lost:
+        raise IncompleteError(
+            f"{path} in {store} has lost chunks that were finished ({lost}); copy the store again, "
+            "or run the step that made it with overwrite=True"
+        )
 
 
 def settings_of(dataset: xr.Dataset) -> dict[str, Any]:
@@ -289,17 +310,16 @@ def write_leaf(
         If the leaf exists and was made with other settings.
     """
     import dask
-    from tqdm.auto import tqdm
 
     since, grid = time.time(), unit_grid(dataset)
     finished = prepare_leaf(
         dataset, store, key, leaf, settings=settings, grid=grid, overwrite=overwrite
     )
     lazy = {name: v for name, v in dataset.data_vars.items() if v.chunks is not None}
-    with tqdm(
-        total=finished.size, initial=int(finished.sum()), desc=f"{key} {leaf}", unit="chunk",
-        disable=not progress, leave=False,
-    ) as bar:  # fmt: skip
+    sizes = _unit_bytes(lazy, grid)
+    with progress_bar(
+        progress, int(sizes.sum()), f"{key} {leaf}", unit="B", initial=int(sizes[finished].sum())
+    ) as bar:
         for layer_run in range(len(grid["layer"])):
             # One layer at a time: what the units of a layer share (its reference set) is then
             # computed once, and memory is bounded by one layer's work.
@@ -315,9 +335,38 @@ def write_leaf(
                 writes.append(dask.delayed(write_unit)(str(store), key, leaf, unit, parts, regions))
             if writes:
                 dask.compute(*writes)
-            bar.update(len(todo))
+            bar.update(int(sizes[layer_run][todo].sum()))
     finish_leaf(store, key, leaf, since=since)
     return open_leaf(store, key, leaf)
+
+
+def progress_bar(
+    show: bool, total: int, description: str, *, unit: str = "token", initial: int = 0
+) -> Any:
+    """A bar with amount done, rate and time left on a terminal or in a notebook, else silence."""
+    from tqdm.auto import tqdm
+
+    watched = sys.stderr.isatty() or "ipykernel" in sys.modules
+    return tqdm(
+        total=total, initial=initial, desc=description, unit=unit, unit_scale=True, leave=False,
+        disable=not (show and watched),
+    )  # fmt: skip
+
+
+def _unit_bytes(lazy: Mapping[Any, xr.DataArray], grid: Grid) -> np.ndarray:
+    """Bytes that each unit holds, shape (layer runs, token runs)."""
+    sizes = np.zeros((len(grid["layer"]), len(grid["token"])), dtype=np.int64)
+    for variable in lazy.values():
+        if not variable.size:
+            continue
+        runs = [
+            np.array([b - a for a, b in grid[dim]]) / variable.sizes[dim]
+            if dim in variable.dims
+            else np.arange(len(grid[dim])) == 0
+            for dim in ("layer", "token")
+        ]
+        sizes += np.rint(variable.nbytes * np.multiply.outer(*runs)).astype(np.int64)
+    return sizes
 
 
 def _as_float32(variable: xr.DataArray) -> xr.DataArray:

@@ -272,6 +272,7 @@ def _leaf_files(
     template: xr.Dataset, settings: Mapping[str, Any], grid: Grid, dtypes: Mapping[str, str]
 ) -> dict[str, Any]:
     """Every file of a leaf before its first unit, by name: the same for the same template."""
+    import dask.array as da
     import zarr
     from zarr.storage import MemoryStore
 
@@ -280,17 +281,18 @@ def _leaf_files(
     for name, variable in template.variables.items():
         variable = variable.copy(deep=False)
         if name in template.coords:
-            variable = variable.load()
+            variable = variable.load()  # labels are complete from the start, never lazy
         variable.encoding, variable.attrs = {}, dict(variable.attrs)
         if variable.dtype.kind in "US":  # fixed-width strings have no stable Zarr v3 form
             variable = variable.astype(object)
         chunks = variable.chunks
         stored = dtypes.get(str(name), str(variable.dtype))
         if stored == "bfloat16":
-            variable = variable.astype("uint16")
             variable.attrs["storage_dtype"] = "bfloat16"
-        elif stored != str(variable.dtype):
-            variable = variable.astype(stored)
+        dtype = np.dtype("uint16" if stored == "bfloat16" else stored)
+        if chunks is not None:  # only the shape matters here, so a graph of one chunk will do
+            empty = da.zeros(variable.shape, chunks=-1, dtype=dtype)
+            variable = xr.Variable(variable.dims, empty, variable.attrs)
         how: dict[str, Any] = {}
         if (
             chunks is not None
