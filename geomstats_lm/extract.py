@@ -363,6 +363,8 @@ def run_windows(
     ------
     ValueError
         If a state is not finite.
+    RuntimeError
+        If another thread ran the same model meanwhile.
     """
     length = ids.shape[1]
     states = np.empty((len(layers), len(tokens), model.dim), dtype=np.float32)
@@ -373,6 +375,11 @@ def run_windows(
     for begin in range(0, len(read), batch_size):
         batch = torch.from_numpy(ids[read[begin : begin + batch_size]].astype(np.int64))
         captured, logits = capture(model, batch, head=loss is not None)
+        if len(captured) != model.n_layers + 1:
+            raise RuntimeError(
+                f"{model.name}: {len(captured)} states came from one forward pass of "
+                f"{model.n_layers} blocks; something else runs the same model at the same time"
+            )
         first, last = np.searchsorted(place, [begin * length, begin * length + batch.numel()])
         pick: Any = slice(None)
         if last - first < batch.numel():

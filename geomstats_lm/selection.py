@@ -52,7 +52,7 @@ def kept_tokens(corpus: xr.Dataset, tokens: str | np.ndarray | None) -> np.ndarr
             flags = np.asarray(labels.eval(tokens))
         except Exception as error:
             raise ValueError(
-                f"tokens={tokens!r} is no condition on {', '.join(labels)}: {error}"
+                f"tokens={tokens!r} is no condition on {', '.join(map(str, labels))}: {error}"
             ) from None
     else:
         flags = np.asarray(tokens)
