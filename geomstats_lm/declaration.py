@@ -74,7 +74,6 @@ class DecomposeSection(_Section):
     target: Literal["update", "state"] = "update"
     metric: Literal["euclidean", "cosine", "standardized"] = "euclidean"
 
-
     @pydantic.field_validator("classes")
     @classmethod
     def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
