@@ -310,5 +310,5 @@ def _run_length(activations: xr.Dataset, rows: np.ndarray) -> int:
     chunks = activations["hidden"].variable.chunksizes.get("token", (rows.size,))
     most = max(int(max(chunks)), window)
     # Small data are still cut for parallel work, but not below what pays a task's overhead.
-    wanted = min(most, max(rows.size // 8, 512))
+    wanted = min(most, max(rows.size // 8, 1024))
     return max(wanted // window, 1) * window

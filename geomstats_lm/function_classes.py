@@ -10,11 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from geomstats_lm import global_fits, local_kernels
+from geomstats_lm import global_fits, local_kernels, spectral_kernels
 
 WEIGHTS = ("uniform", "tricube", "epanechnikov", "gaussian")
 SCOPES = ("local", "global", "global+local")
@@ -27,6 +28,14 @@ _CLASSES: dict[str, dict[str, Any]] = {
     "local_mean": {"scope": ("local",), "k": None, "weights": "uniform"},
     "scalar": {"scope": ("local", "global"), "ridge": 0.0, "k": None, "weights": "uniform"},
     "diagonal": {"scope": ("local", "global"), "ridge": 1.0, "k": None, "weights": "uniform"},
+    "low_rank": {
+        "scope": ("local", "global"),
+        "rank": 8,
+        "ridge": 1e-2,
+        "k": None,
+        "weights": "uniform",
+    },
+    "orthogonal": {"scope": ("local", "global"), "scale": True, "k": None, "weights": "uniform"},
     "linear": {"scope": SCOPES, "ridge": 1e-2, "k": None, "weights": "uniform"},
     "affine": {"scope": SCOPES, "ridge": 1.0, "k": None, "weights": "uniform"},
 }
@@ -118,8 +127,8 @@ def local_predictions(
     data: Neighbourhoods,
     *,
     k: int,
+    target: str = "update",
     ridges: Mapping[str, float] | None = None,
-    diagnostics: bool = True,
 ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
     """Predictions of all local maps, those of one neighbourhood and weighting fitted together.
 
@@ -131,10 +140,10 @@ def local_predictions(
         With at least as many neighbours as any class asks for.
     k : int
         Neighbours of the classes that do not name their own number.
+    target : {"update", "state"}
+        What ``data.targets`` are.
     ridges : mapping of label to float, optional
         Chosen values for the classes with ``ridge=cv``.
-    diagnostics : bool
-        Whether to compute effective degrees of freedom.
 
     Returns
     -------
@@ -156,12 +165,10 @@ def local_predictions(
             distances=data.distances[:, :size],
         )
         weights = kernel_weights(part.distances, weighting)
-        chosen = [classes[c] for c in members]
-        fitted, df, rest = _fit_group(chosen, part, weights, ridges or {}, diagnostics)
-        predictions[members] = fitted
-        if diagnostics:
-            effective_df[members] = df
-        reconstructed.update(rest)
+        for fit, chosen in _by_kernel(classes, members, target):
+            fitted, df, rest = fit([classes[c] for c in chosen], part, weights, ridges or {})
+            predictions[chosen], effective_df[chosen] = fitted, df
+            reconstructed.update(rest)
     return predictions, effective_df, reconstructed
 
 
@@ -289,18 +296,32 @@ _KINDS = {
     "diagonal": local_kernels.DIAGONAL,
     "linear": local_kernels.LINEAR,
     "affine": local_kernels.AFFINE,
+    "low_rank": local_kernels.LOW_RANK,
 }
 _SYSTEMS = ("linear", "affine", "low_rank")  # the classes that solve a k x k system
 
 
-def _fit_group(
+def _by_kernel(
+    classes: Sequence[FunctionClass], members: Sequence[int], target: str
+) -> list[tuple[Callable[..., Any], list[int]]]:
+    """The classes among ``members`` that one kernel fits in one pass, with that kernel."""
+    turned = [c for c in members if classes[c].name == "orthogonal"]
+    own = [c for c in members if classes[c].function is not None]
+    combined = [c for c in members if c not in turned and c not in own]
+    passes: list[tuple[Callable[..., Any], list[int]]] = [
+        (_fit_combinations, combined), (partial(_fit_orthogonal, target), turned),
+    ]  # fmt: skip
+    passes += [(_fit_registered, [c]) for c in own]
+    return [(fit, chosen) for fit, chosen in passes if chosen]
+
+
+def _fit_combinations(
     classes: Sequence[FunctionClass],
     data: Neighbourhoods,
     weights: np.ndarray,
     ridges: Mapping[str, float],
-    diagnostics: bool,
 ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-    """Local maps that share neighbours and weights, in one pass."""
+    """Local maps that share a Gram matrix, in one pass."""
     n, d = data.queries.shape
     systems: list[tuple[bool, float]] = []
     factors = np.full(len(classes), -1, dtype=np.int64)
@@ -321,26 +342,89 @@ def _fit_group(
             rest[c] = rest.max() + 1
     predictions = np.empty((len(classes), n, d), dtype=np.float32)
     reconstructed = np.empty((rest.max() + 1, n, d), dtype=np.float32)
-    df = np.empty((len(classes), n) if diagnostics else (0, 0), dtype=np.float32)
+    df = np.empty((len(classes), n), dtype=np.float32)
     local_kernels.fit_neighbourhoods(
         np.ascontiguousarray(data.queries), data.neighbours, weights, data.states, data.centre,
         data.targets, np.array([s[0] for s in systems], dtype=bool),
         np.array([s[1] for s in systems], dtype=np.float64), kinds, factors, rho, ranks,
-        predictions, rest, reconstructed, df, None,
+        predictions, rest, reconstructed, df,
+        True if local_kernels.LOW_RANK in kinds else None,
     )  # fmt: skip
-    return (
-        predictions, df,
-        {cls.label: reconstructed[r] for cls, r in zip(classes, rest) if r >= 0},
+    left = {cls.label: reconstructed[r] for cls, r in zip(classes, rest) if r >= 0}
+    return predictions, df, left
+
+
+def _fit_orthogonal(
+    target: str,
+    classes: Sequence[FunctionClass],
+    data: Neighbourhoods,
+    weights: np.ndarray,
+    ridges: Mapping[str, float],
+) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    n, d = data.queries.shape
+    k = data.neighbours.shape[1]
+    predictions = np.empty((len(classes), n, d), dtype=np.float32)
+    spectral_kernels.fit_orthogonal(
+        np.ascontiguousarray(data.queries), data.neighbours, weights, data.states, data.centre,
+        data.targets, target == "state", np.array([c["scale"] for c in classes]), predictions,
     )  # fmt: skip
+    df = np.empty((len(classes), n), dtype=np.float32)
+    for c, cls in enumerate(classes):
+        df[c] = orthogonal_df(min(k, d), d, cls["scale"])
+    return predictions, df, {}
+
+
+def orthogonal_df(m: int, d: int, scale: bool) -> float:
+    """Coefficients per output dim of an orthogonal map that m directions determine."""
+    return (m * d - m * (m + 1) / 2 + scale) / d
+
+
+def _fit_registered(
+    classes: Sequence[FunctionClass],
+    data: Neighbourhoods,
+    weights: np.ndarray,
+    ridges: Mapping[str, float],
+) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """A user's own local class, called on as many tokens at a time as fit in 64 MB."""
+    (cls,) = classes
+    assert cls.function is not None
+    n, d = data.queries.shape
+    k = data.neighbours.shape[1]
+    predictions = np.empty((1, n, d), dtype=np.float32)
+    run = max(1, 2**24 // (k * d))
+    for start in range(0, n, run):
+        rows = data.neighbours[start : start + run]
+        x = data.queries[start : start + run] + data.centre
+        returned = cls.function(
+            x, data.states[rows] + data.centre, data.targets[rows],
+            weights[start : start + run], **cls.parameters,
+        )  # fmt: skip
+        _check_returned(cls.name, returned, x.shape)
+        predictions[0, start : start + run] = returned
+    return predictions, np.full((1, n), np.nan, dtype=np.float32), {}
+
+
+def _check_returned(name: str, returned: Any, shape: tuple[int, ...]) -> None:
+    if np.shape(returned) != shape:
+        raise ValueError(
+            f"function class {name!r} returned shape {np.shape(returned)}; "
+            f"predictions for these tokens have shape {shape}"
+        )
 
 
 def global_maps(
-    classes: Sequence[FunctionClass], moments: global_fits.Moments, *, ridges: Mapping[str, float]
+    classes: Sequence[FunctionClass],
+    moments: global_fits.Moments,
+    *,
+    ridges: Mapping[str, float],
+    target: str = "update",
 ) -> dict[str, global_fits.GlobalMap]:
     """The fitted global map of every class that has one, by label."""
     maps = {}
     for cls in classes:
         if cls.is_global:
             rho = GLOBAL_RIDGE if cls.scope == "global+local" else ridge_of(cls, ridges)
-            maps[cls.label] = global_fits.fit(cls.name, moments, ridge=rho, rank=cls["rank"])
+            maps[cls.label] = global_fits.fit(
+                cls.name, moments, ridge=rho, rank=cls["rank"], scale=cls["scale"], target=target
+            )
     return maps

@@ -148,6 +148,7 @@ def prepare(
     sums = global_fits.moments(
         states, targets, centre,
         crossed=any(c.is_global and c.name in global_fits.CROSSED for c in plan.classes),
+        turned=any(c.is_global and c.name == "orthogonal" for c in plan.classes),
         token_ids=token_ids if any(c.name == "token_mean" for c in plan.classes) else None,
     )  # fmt: skip
     ridges: dict[str, float] = {}
@@ -157,7 +158,7 @@ def prepare(
         states, targets, centre, to_search_space(space, states), space,
         tables["groups"][usable], tables["folds"][usable], token_ids, largest_before,
         largest_after, sums,
-        {} if plan.leave_out else global_maps(plan.classes, sums, ridges=ridges), ridges, summaries,
+        {} if plan.leave_out else global_maps(plan.classes, sums, ridges=ridges, target=plan.target), ridges, summaries,
     )  # fmt: skip
 
 
@@ -208,7 +209,9 @@ def fit_run(
     reconstructed: dict[str, np.ndarray] = {}
     if local:
         rows = [i for i, c in enumerate(classes) if c.is_local]
-        fitted, df, reconstructed = local_predictions(local, data, k=plan.k, ridges=ready.ridges)
+        fitted, df, reconstructed = local_predictions(
+            local, data, k=plan.k, target=plan.target, ridges=ready.ridges
+        )
         predicted[rows], effective_df[rows] = fitted, df
     for maps, members in _maps(ready, labels["folds"], plan):
         for c, cls in enumerate(classes):
@@ -275,11 +278,11 @@ def _maps(
         rows = np.flatnonzero(ready.folds == fold)
         part = global_fits.moments(
             ready.states[rows], ready.targets[rows], ready.centre,
-            crossed=ready.moments.xx is not None,
+            crossed=ready.moments.xx is not None, turned=ready.moments.yy is not None,
             token_ids=None if ready.moments.tokens is None else ready.token_ids[rows],
         )  # fmt: skip
         sums = global_fits.subtract(ready.moments, part)
-        maps = global_maps(wanted, sums, ridges=ready.ridges)
+        maps = global_maps(wanted, sums, ridges=ready.ridges, target=plan.target)
         result.append((maps, np.flatnonzero(folds == fold)))
     return result
 

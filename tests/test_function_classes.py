@@ -38,7 +38,8 @@ def neighbourhoods(n=7, k=12, d=20, many=60, offset=2.0, seed=0):
 
 
 def relative(observed, expected):
-    return np.linalg.norm(observed - expected) / np.linalg.norm(expected)
+    """Relative distance; absolute where the expected values are all but zero."""
+    return np.linalg.norm(observed - expected) / max(np.linalg.norm(expected), 0.1)
 
 
 @pytest.mark.parametrize("shape", [(12, 20), (32, 40), (9, 5), (6, 1), (1, 4), (31, 192)])
@@ -58,6 +59,73 @@ def test_each_local_class_is_what_its_formula_says(label, shape):
     # float32 inputs, one Gram in float32: a few units in the seventh digit times conditioning
     assert relative(predicted[0], expected) < 1e-5
     assert np.all(np.isfinite(df)) and np.all(df >= 0) and np.all(df <= k + 1e-4)
+
+
+@pytest.mark.parametrize("shape", [(12, 20), (32, 80), (9, 5), (6, 1), (2, 4), (31, 192)])
+@pytest.mark.parametrize("rank", [1, 3, 8, 40])
+def test_low_rank_is_reduced_rank_regression(rank, shape):
+    k, d = shape
+    data, x, raw, targets = neighbourhoods(k=k, d=d)
+    classes = parse_classes([f"low_rank[rank={rank}]", "linear"])
+    predicted, df, _ = local_predictions(classes, data, k=k)
+    expected = np.stack(
+        [
+            explicit.low_rank(x[i], raw[rows], targets[rows], 0.01, min(rank, d))
+            for i, rows in enumerate(data.neighbours)
+        ]
+    )
+    assert relative(predicted[0], expected) < 1e-5
+    assert np.all(df[0] <= df[1] + 1e-4)
+
+
+@pytest.mark.parametrize("shape", [(12, 40), (32, 80), (12, 20), (9, 5), (6, 1), (31, 192)])
+@pytest.mark.parametrize("scale", [True, False])
+@pytest.mark.parametrize("target", ["update", "state"])
+def test_orthogonal_is_the_polar_factor(shape, scale, target):
+    k, d = shape
+    data, x, raw, targets = neighbourhoods(k=k, d=d)
+    if target == "state":
+        targets = targets + raw
+        data = data._replace(targets=targets.astype(np.float32))
+    (cls,) = parse_classes(["orthogonal" if scale else "orthogonal[scale=False]"])
+    predicted, df, _ = local_predictions([cls], data, k=k, target=target)
+    shift = raw if target == "state" else 0
+    expected = np.stack(
+        [
+            explicit.orthogonal(x[i], raw[rows], (targets - shift)[rows], scale, 1e-6)
+            + (x[i] if target == "state" else 0)
+            for i, rows in enumerate(data.neighbours)
+        ]
+    )
+    assert relative(predicted[0], expected) < 1e-5
+    assert np.all(df <= d)
+
+
+def test_orthogonal_keeps_lengths_and_is_procrustes_where_that_is_defined():
+    from scipy.linalg import orthogonal_procrustes
+
+    data, x, raw, targets = neighbourhoods(k=30, d=6)
+    (cls,) = parse_classes(["orthogonal[scale=False]"])
+    predicted = local_predictions([cls], data, k=30)[0][0]
+    assert np.allclose(np.linalg.norm(x + predicted, axis=1), np.linalg.norm(x, axis=1), rtol=1e-5)
+    rows = data.neighbours[0]
+    turn = orthogonal_procrustes(raw[rows], raw[rows] + targets[rows])[0]
+    assert relative(predicted[0] + x[0], x[0] @ turn) < 1e-5
+
+
+def test_orthogonal_with_duplicated_neighbours_stays_defined():
+    data, x, raw, targets = neighbourhoods(k=12, d=40)
+    rows = data.neighbours.copy()
+    rows[:, 6:] = rows[:, :6]  # every neighbour twice
+    (cls,) = parse_classes(["orthogonal"])
+    predicted = local_predictions([cls], data._replace(neighbours=rows), k=12)[0][0]
+    single = np.stack(
+        [
+            explicit.orthogonal(x[i], raw[r], targets[r], True, 1e-6)
+            for i, r in enumerate(rows[:, :6])
+        ]
+    )
+    assert relative(predicted, single) < 1e-5
 
 
 def test_a_far_offset_costs_an_affine_map_nothing():
@@ -104,7 +172,10 @@ def test_kernel_weights_make_a_weighted_affine_map(weighting):
 
 def test_classes_fitted_together_are_the_classes_fitted_alone():
     data, *_ = neighbourhoods()
-    labels = [*LOCAL, "affine[ridge=0.1]", "linear[k=5]", "affine[k=5,weights=gaussian]"]
+    labels = [
+        *LOCAL, "affine[ridge=0.1]", "linear[k=5]", "affine[k=5,weights=gaussian]", "low_rank",
+        "low_rank[rank=2]", "orthogonal", "orthogonal[scale=False]",
+    ]  # fmt: skip
     classes = parse_classes(labels)
     together, df, _ = local_predictions(classes, data, k=12)
     for c, cls in enumerate(classes):
@@ -134,7 +205,14 @@ def test_degenerate_neighbourhoods_stay_finite():
             np.zeros((n, k), np.float32), states, np.full(d, state, np.float32),
             np.full((20, d), target, np.float32),
         )  # fmt: skip
-        labels = [*LOCAL, "linear[ridge=0]", "affine[ridge=0]", "affine[weights=tricube]"]
+        labels = [
+            *LOCAL,
+            "low_rank[rank=3]",
+            "orthogonal",
+            "linear[ridge=0]",
+            "affine[ridge=0]",
+            "affine[weights=tricube]",
+        ]
         predicted, df, _ = local_predictions(parse_classes(labels), data, k=k)
         assert np.isfinite(predicted).all() and np.isfinite(df).all()
         # every affine-like class predicts the one update that all duplicates had
@@ -155,7 +233,9 @@ def test_exact_interpolation_without_ridge():
 
 
 @pytest.mark.parametrize("n", [300, 8])
-@pytest.mark.parametrize("name", ["scalar", "diagonal", "linear", "affine", "mean"])
+@pytest.mark.parametrize(
+    "name", ["low_rank", "orthogonal", "scalar", "diagonal", "linear", "affine", "mean"]
+)
 def test_each_global_class_is_what_its_formula_says(name, n):
     rng = np.random.default_rng(1)
     d = 11
@@ -164,11 +244,13 @@ def test_each_global_class_is_what_its_formula_says(name, n):
     centre = raw.mean(0)
     states = raw - centre
     exact = states.astype(np.float64) + centre
-    sums = global_fits.moments(states, targets, centre, crossed=True)
-    fitted = global_fits.fit(name, sums, ridge=0.02)
+    sums = global_fits.moments(states, targets, centre, crossed=True, turned=True)
+    fitted = global_fits.fit(name, sums, ridge=0.02, rank=3)
     predicted = global_fits.predict(fitted, states[:5])
     formula = explicit.local_mean if name == "mean" else getattr(explicit, name)
-    expected = np.stack([formula(x, exact, targets.astype(np.float64), 0.02) for x in exact[:5]])
+    last = {"low_rank": (0.02, 3), "orthogonal": (True, 1e-9 * np.sum(exact**2) / d)}
+    arguments = last.get(name, (0.02,))
+    expected = np.stack([formula(x, exact, targets.astype(float), *arguments) for x in exact[:5]])
     assert relative(predicted, expected) < 1e-5
 
 
@@ -197,6 +279,9 @@ def test_moments_without_a_part_are_those_of_the_rest():
     rest = global_fits.moments(states[kept], targets[kept], token_ids=tokens[kept], **arguments)
     left = global_fits.subtract(whole, part)
     for name, value in vars(rest).items():
+        if value is None:
+            assert getattr(left, name) is None
+            continue
         assert np.allclose(getattr(left, name), value, atol=1e-10), name
 
 
