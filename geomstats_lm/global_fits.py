@@ -188,8 +188,8 @@ def fit(
         kept = min(rank or d, d)
         directions = symmetric_eigen(xy.T @ slope)[1][:, -kept:]
         slope = (slope @ directions) @ directions.T
-        kept = min(float(kept), df)
-        df = kept * (df + d - kept) / d
+        free = min(float(kept), df)
+        df = free * (df + d - free) / d
     return GlobalMap(sums.centre @ slope, slope, effective_df=df)
 
 

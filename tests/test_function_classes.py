@@ -5,15 +5,11 @@ from __future__ import annotations
 import explicit
 import numpy as np
 import pytest
+import torch
 
 from geomstats_lm import global_fits
-from geomstats_lm.function_classes import (
-    Neighbourhoods,
-    kernel_weights,
-    local_predictions,
-    parse_classes,
-    ridge_of,
-)
+from geomstats_lm.class_labels import parse_classes, ridge_of
+from geomstats_lm.function_classes import Neighbourhoods, kernel_weights, local_predictions
 
 LOCAL = ["local_mean", "scalar", "diagonal", "linear", "affine"]
 
@@ -126,6 +122,38 @@ def test_orthogonal_with_duplicated_neighbours_stays_defined():
         ]
     )
     assert relative(predicted, single) < 1e-5
+
+
+ALL_LOCAL = [
+    *LOCAL, "low_rank[rank=3]", "orthogonal", "orthogonal[scale=False]", "affine[ridge=0.1]",
+    "affine[weights=gaussian]", "linear[k=5]", "affine[scope=global+local]",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(12, 40), (32, 192), (9, 5), (6, 1)])
+@pytest.mark.parametrize("target", ["update", "state"])
+def test_both_implementations_agree(shape, target):
+    k, d = shape
+    data, *_ = neighbourhoods(k=k, d=d)
+    classes = parse_classes(ALL_LOCAL)
+    one, one_df, one_rest = local_predictions(classes, data, k=k, target=target)
+    two, two_df, two_rest = local_predictions(classes, data, k=k, target=target, device="cpu:0")
+    for c, cls in enumerate(classes):
+        assert relative(one[c], two[c]) < 1e-5, cls.label
+        assert np.allclose(one_df[c], two_df[c], rtol=1e-4, atol=1e-4), cls.label
+    assert one_rest.keys() == two_rest.keys() == {"affine[scope=global+local]"}
+    for label, rebuilt in one_rest.items():
+        assert relative(rebuilt, two_rest[label]) < 1e-5
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_accelerator_agrees_with_the_compiled_kernels():
+    data, *_ = neighbourhoods(k=32, d=192)
+    classes = parse_classes(ALL_LOCAL)
+    one = local_predictions(classes, data, k=32)[0]
+    two = local_predictions(classes, data, k=32, device="cuda")[0]
+    for c, cls in enumerate(classes):
+        assert relative(one[c], two[c]) < 1e-4, cls.label  # other order of float32 sums
 
 
 def test_a_far_offset_costs_an_affine_map_nothing():
@@ -288,7 +316,7 @@ def test_moments_without_a_part_are_those_of_the_rest():
 @pytest.mark.parametrize(
     "label, message",
     [
-        ("afine", "known are identity, mean"),
+        ("afine", "known are identity, self_only"),
         ("affine[rho=1]", r"no parameter \['rho'\]; it has \['k', 'ridge', 'scope', 'weights'\]"),
         ("affine[ridge=-1]", "numbers >= 0 and 'cv'"),
         ("affine[k=2.5]", "integers >= 1"),
