@@ -11,7 +11,23 @@ Names are imported on first use, so that ``import geomstats_lm`` does not wait f
 from __future__ import annotations
 
 import importlib
-from typing import Any
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from geomstats_lm.corpus import read_corpus as read_corpus
+    from geomstats_lm.corpus import windows as windows
+    from geomstats_lm.cube import open_cube as open_cube
+    from geomstats_lm.cube import open_study as open_study
+    from geomstats_lm.decompose import decompose as decompose
+    from geomstats_lm.extract import extract as extract
+    from geomstats_lm.geometry import geometry as geometry
+    from geomstats_lm.models import as_language_model as as_language_model
+    from geomstats_lm.models import load_model as load_model
+    from geomstats_lm.perturb import perturb as perturb
+    from geomstats_lm.statistics import rank_correlation as rank_correlation
+    from geomstats_lm.study import run_study as run_study
 
 __version__ = "0.1.0"
 
@@ -20,6 +36,7 @@ _PUBLIC = {
     "read_corpus": "corpus",
     "windows": "corpus",
     "load_model": "models",
+    "as_language_model": "models",
     "extract": "extract",
     "open_study": "cube",
     "open_cube": "cube",
@@ -31,6 +48,18 @@ _PUBLIC = {
 }
 
 __all__ = [*_PUBLIC, "__version__"]
+
+
+class _Package(types.ModuleType):
+    """Some verbs have the name of their room; here the name always means the verb."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, types.ModuleType) and _PUBLIC.get(name) == name:
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

@@ -143,6 +143,20 @@ def open_study(store: str | Path, *, incomplete: str = "error") -> xr.DataTree:
     return xr.DataTree.from_dict(leaves)
 
 
+def open_node(store: str | Path, key: str) -> xr.DataTree:
+    """A model's node with those of its leaves that are finished, as the verbs take it.
+
+    Raises
+    ------
+    KeyError
+        If the study holds nothing finished of that model.
+    """
+    tree = open_study(store, incomplete="skip")
+    if key not in tree.children:
+        raise KeyError(f"model {key!r} is not in {store}; there are {list(tree.children)}")
+    return tree.children[key]
+
+
 def open_cube(
     store: str | Path, *, models: Sequence[str] | None = None, variable: str = "hidden"
 ) -> xr.DataArray:

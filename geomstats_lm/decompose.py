@@ -7,18 +7,15 @@ restricted function class fitted on reference tokens, and the residual ``r_l`` w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import dask
-import dask.array as da
 import numpy as np
 import xarray as xr
-from dask.highlevelgraph import HighLevelGraph
 
 from geomstats_lm import layer_fits
 from geomstats_lm.function_classes import FunctionClass, parse_classes
+from geomstats_lm.layer_graph import LayerGraph
 from geomstats_lm.neighbours import METRICS
 
 DEFAULT_CLASSES = (
@@ -244,112 +241,59 @@ def _settings(
 
 
 def _lazy_dataset(
-    activations: xr.Dataset, classes: Sequence[FunctionClass], options: Mapping[str, Any],
+    activations: xr.Dataset,
+    classes: Sequence[FunctionClass],
+    options: Mapping[str, Any],
     model: Any,
-) -> xr.Dataset:  # fmt: skip
+) -> xr.Dataset:
     labels = {name: activations[name].values for name in TOKEN_COORDS}
-    reference_rows, query_rows = options["reference_rows"], options["query_rows"]
+    query_rows, layers = options["query_rows"], options["layers"]
     hidden = activations["hidden"].chunk({"dim": -1, "layer": 1})
-    dims = hidden.sizes["dim"]
-    run = _run_length(activations, query_rows)
-    queries = _take(hidden, query_rows).chunk({"token": run})
-    blocks = queries.data.to_delayed(optimize_graph=False)
     position = {int(layer): i for i, layer in enumerate(activations["layer"].values)}
-    starts = np.concatenate([[0], np.cumsum(queries.chunksizes["token"])])
-    groups = exclusion_groups(labels, options["exclude"])
-    references = _take(hidden, reference_rows)
-    # Medians come from all reference tokens whatever the cap on references, so that a token is
-    # massive or not regardless of it.
-    all_rows = _reference_rows(labels, None, 0)
-    norms = _take(hidden, all_rows).data.map_blocks(layer_fits.norms, dtype=np.float64, drop_axis=3)
     plan = layer_fits.Plan(
         classes=tuple(classes), k=int(options["k"]), largest_k=options["largest_k"],
         target=options["target"], metric=options["metric"], device=options["device"],
         seed=options["seed"], leave_out=options["tokens"] == "reference",
     )  # fmt: skip
     fold = labels["document" if options["exclude"] == "document" else "sequence"]
-    prepare, fit = dask.delayed(layer_fits.prepare), dask.delayed(layer_fits.fit_run)
-    prepared, runs = [], []
-    tables = dask.delayed(
-        {
-            "groups": groups[reference_rows], "token_ids": labels["token_id"][reference_rows],
-            "folds": fold[reference_rows], "documents": labels["document"][reference_rows],
-        }
-    )  # fmt: skip
-    for layer in options["layers"]:
-        before, after = position[layer - 1], position[layer]
-        ready = prepare(
-            references.data[0, before], references.data[0, after], norms[0, before],
-            norms[0, after], tables, plan, layer,
-        )  # fmt: skip
-        prepared.append(ready)
-        row = []
-        for r, (start, stop) in enumerate(pairwise(starts)):
-            chosen = query_rows[start:stop]
-            row.append(
-                fit(
-                    ready,
-                    blocks[0, before, r, 0],
-                    blocks[0, after, r, 0],
-                    {
-                        "groups": groups[chosen],
-                        "token_ids": labels["token_id"][chosen],
-                        "folds": fold[chosen],
-                    },
-                    plan,
-                )
-            )
-        runs.append(row)
-    n_classes, n_layers = len(classes), len(options["layers"])
-    token_chunks = queries.chunksizes["token"]
-    wide = (1,), (1,) * n_layers, token_chunks, (dims,)
-    by_class = (1,), (1,) * n_classes, (1,) * n_layers, token_chunks, (dims,)
-    dim_names = ("model", "layer", "token", "dim")
-    class_names = ("model", "function_class", "layer", "token", "dim")
-    variables: dict[str, tuple[tuple[str, ...], da.Array]] = {}
-    for name in ("state", "update"):
-        if name in options["keep"]:
-            variables[name] = dim_names, _from_runs(name, runs, wide, np.float32)
-    for name in ("tokenwise", "residual"):
-        if name in options["keep"]:
-            variables[name] = class_names, _from_runs(name, runs, by_class, np.float32)
-    variables["effective_df"] = (
-        class_names[:-1], _from_runs("effective_df", runs, by_class[:-1], np.float32)
-    )  # fmt: skip
-    for name, dtype in layer_fits.PER_TOKEN.items():
-        variables[name] = dim_names[:-1], _from_runs(name, runs, wide[:-1], dtype)
-    for name, (dtype, kind) in layer_fits.PER_LAYER.items():
-        chunks = {
-            "dim": ((1,), (1,) * n_layers, (dims,)),
-            "": ((1,), (1,) * n_layers),
-            "function_class": ((1,), (1,) * n_classes, (1,) * n_layers),
-        }[kind]
-        names = {
-            "dim": ("model", "layer", "dim"),
-            "": ("model", "layer"),
-            "function_class": ("model", "function_class", "layer"),
-        }[kind]
-        variables[name] = names, _from_layers(name, prepared, chunks, dtype)
-    token = activations["token"].values[query_rows]
+    graph = LayerGraph(
+        hidden.data,
+        _take(hidden, query_rows).chunk({"token": _run_length(activations, query_rows)}).data,
+        {layer: (position[layer - 1], position[layer]) for layer in layers},
+        plan,
+        reference_rows=options["reference_rows"],
+        # Medians come from all reference tokens whatever the cap on references, so that a token
+        # is massive or not regardless of it.
+        median_rows=_reference_rows(labels, None, 0),
+        query_rows=query_rows,
+        labels={
+            "groups": exclusion_groups(labels, options["exclude"]),
+            "folds": fold,
+            "token_ids": labels["token_id"],
+            "documents": labels["document"],
+        },
+    )
+    variables = {}
+    for name, (dims, dtype) in layer_fits.VARIABLES.items():
+        if name not in KEEP or name in options["keep"]:
+            variables[name] = dims, graph.array(name, dims, dtype)
     coords: dict[str, Any] = {
         "model": activations["model"].values,
         "function_class": np.array([c.label for c in classes]),
-        "layer": np.array(options["layers"], dtype=activations["layer"].dtype),
-        "token": token,
+        "layer": np.array(layers, dtype=activations["layer"].dtype),
+        "token": activations["token"].values[query_rows],
         **{name: ("token", labels[name][query_rows]) for name in TOKEN_COORDS},
     }
     if "depth" in activations.coords:
         depth = activations["depth"].values
-        coords["depth"] = "layer", depth[[position[layer] for layer in options["layers"]]]
-    inherited = {k: v for k, v in activations.attrs.items() if k != "settings"}
-    attrs = {
-        **inherited, "k": int(options["k"]), "metric": options["metric"],
-        "exclude": options["exclude"], "target": options["target"], "tokens": options["tokens"],
-        "ridge": ", ".join(f"{c.label}: {c['ridge']}" for c in classes if c["ridge"] is not None),
-    }  # fmt: skip
-    return xr.Dataset(
-        {name: (names, array) for name, (names, array) in variables.items()}, coords, attrs
-    )
+        coords["depth"] = "layer", depth[[position[layer] for layer in layers]]
+    ridges = [f"{c.label}: {c['ridge']}" for c in classes if c["ridge"] is not None]
+    attrs = {name: value for name, value in activations.attrs.items() if name != "settings"}
+    attrs["ridge"] = ", ".join(ridges)
+    attrs["k"] = int(options["k"])
+    for name in ("metric", "exclude", "target", "tokens"):
+        attrs[name] = options[name]
+    return xr.Dataset(variables, coords, attrs)
 
 
 def _take(hidden: xr.DataArray, rows: np.ndarray) -> xr.DataArray:
@@ -368,38 +312,3 @@ def _run_length(activations: xr.Dataset, rows: np.ndarray) -> int:
     # Small data are still cut for parallel work, but not below what pays a task's overhead.
     wanted = min(most, max(rows.size // 8, 512))
     return max(wanted // window, 1) * window
-
-
-def _from_runs(name: str, runs: Sequence[Sequence[Any]], chunks: Any, dtype: Any) -> da.Array:
-    """Array whose blocks are the entry ``name`` of what each (layer, run) task returns."""
-    key = f"{name}-{runs[0][0].key}"
-    graph: dict[Any, Any] = {}
-    classes = len(chunks[1]) if name in layer_fits.BY_CLASS else None
-    for layer, row in enumerate(runs):
-        for r, task in enumerate(row):
-            tail = (0,) if len(chunks) > 3 + (classes is not None) else ()
-            if classes is None:
-                graph[(key, 0, layer, r, *tail)] = (layer_fits.entry, task.key, name)
-            else:
-                for c in range(classes):
-                    graph[(key, 0, c, layer, r, *tail)] = (layer_fits.entry, task.key, name, c)
-    tasks = [task for row in runs for task in row]
-    return da.Array(
-        HighLevelGraph.from_collections(key, graph, dependencies=tasks), key, chunks, dtype=dtype
-    )
-
-
-def _from_layers(name: str, prepared: Sequence[Any], chunks: Any, dtype: Any) -> da.Array:
-    key = f"{name}-{prepared[0].key}"
-    graph: dict[Any, Any] = {}
-    for layer, task in enumerate(prepared):
-        if name in layer_fits.BY_CLASS:
-            for c in range(len(chunks[1])):
-                graph[(key, 0, c, layer)] = (layer_fits.summary, task.key, name, c)
-        else:
-            tail = (0,) if len(chunks) == 3 else ()
-            graph[(key, 0, layer, *tail)] = (layer_fits.summary, task.key, name)
-    return da.Array(
-        HighLevelGraph.from_collections(key, graph, dependencies=list(prepared)), key, chunks,
-        dtype=dtype,
-    )  # fmt: skip

@@ -17,6 +17,11 @@ from geomstats_lm.cube import ordered, settings_of, write_leaf
 
 TOKENS_PER_CHUNK = 1 << 16  # per-token numbers are small: one file holds many runs
 
+CARRIED = (
+    "n_reference", "n_reference_excluded_massive", "neighbour_distance", "same_token_fraction",
+    "effective_df",
+)  # fmt: skip
+
 # name -> (long name, units), of what belongs to a token whatever the function class
 STATE_MEASURES = {
     "state_norm": ("norm of the state before the block", ""),
@@ -127,7 +132,9 @@ def geometry(
         else 0 * usable.sum("token"),
         "n_error_above_one": (counted["relative_error"] >= 1).sum("token"),
     }
-    result = xr.Dataset({**(counted if exclude else measured), "usable": usable, **layered})
+    # what tells how far a fit can be trusted goes along: N beside every error, and its distances
+    kept = {n: v for n, v in lazy.data_vars.items() if n in CARRIED}
+    result = xr.Dataset({**(counted if exclude else measured), "usable": usable, **layered, **kept})
     result = result.assign_coords(
         {n: c for n, c in decomposition.coords.items() if n not in result.coords}
     )
@@ -227,9 +234,12 @@ def class_measures(
             error_centred < 1, np.sqrt(np.maximum(1 - error_centred**2, 0)), np.nan
         )
     along, across = _cosine(update, tokenwise), _cosine(update, residual)
+    # an update of zero (identity) has no direction, also once the mean is taken off it
+    along_centred = np.where(np.isnan(along), np.nan, _cosine(centred, tokenwise - mean))
+    forced_centred = np.where(np.isnan(along_centred), np.nan, forced_centred)
     angle_rt = _cosine(residual, tokenwise)
     measures = (
-        _norm(tokenwise), size, standardized, error, along, _cosine(centred, tokenwise - mean),
+        _norm(tokenwise), size, standardized, error, along, along_centred,
         across, _cosine(state + update, state + tokenwise),
         *(np.degrees(np.arccos(np.clip(c, -1, 1))) for c in (along, across, angle_rt)),
         forced, forced_centred, np.where(error < 1, error, np.nan),
@@ -284,7 +294,7 @@ def _reference(data: xr.Dataset, name: str, default: float) -> xr.DataArray:
 def _run(decomposition: xr.Dataset) -> int:
     """Tokens per chunk: whole runs of the decomposition, at most ``TOKENS_PER_CHUNK``."""
     n_tokens = decomposition.sizes["token"]
-    run = decomposition["update"].chunksizes.get("token", (n_tokens,))[0]
+    run = decomposition["update"].variable.chunksizes.get("token", (n_tokens,))[0]
     return min(n_tokens, max(run, TOKENS_PER_CHUNK // run * run)) or 1
 
 

@@ -23,19 +23,25 @@ from geomstats_lm.neighbours import nearest, search_space, to_search_space
 
 MASSIVE = 5.0  # times the layer's median norm
 
-PER_TOKEN = {
-    "is_massive": np.bool_, "neighbour_distance": np.float32, "same_token_fraction": np.float32,
-}  # fmt: skip
-# name -> (dtype, what follows (model, layer))
-PER_LAYER: dict[str, tuple[Any, str]] = {
-    "reference_update_mean": (np.float32, "dim"),
-    "reference_state_sd": (np.float32, "dim"),
-    "reference_norm_median": (np.float32, ""),
-    "n_reference": (np.int64, ""),
-    "n_reference_excluded_massive": (np.int64, ""),
-    "ridge": (np.float32, "function_class"),
+_BY_CLASS = ("model", "function_class", "layer", "token", "dim")
+_BY_TOKEN = ("model", "layer", "token", "dim")
+# name -> dims and dtype of everything that a decomposition returns
+VARIABLES: dict[str, tuple[tuple[str, ...], Any]] = {
+    "state": (_BY_TOKEN, np.float32),
+    "update": (_BY_TOKEN, np.float32),
+    "tokenwise": (_BY_CLASS, np.float32),
+    "residual": (_BY_CLASS, np.float32),
+    "effective_df": (_BY_CLASS[:-1], np.float32),
+    "is_massive": (_BY_TOKEN[:-1], np.bool_),
+    "neighbour_distance": (_BY_TOKEN[:-1], np.float32),
+    "same_token_fraction": (_BY_TOKEN[:-1], np.float32),
+    "reference_update_mean": (("model", "layer", "dim"), np.float32),
+    "reference_state_sd": (("model", "layer", "dim"), np.float32),
+    "reference_norm_median": (("model", "layer"), np.float32),
+    "n_reference": (("model", "layer"), np.int64),
+    "n_reference_excluded_massive": (("model", "layer"), np.int64),
+    "ridge": (("model", "function_class", "layer"), np.float32),
 }
-BY_CLASS = ("tokenwise", "residual", "effective_df", "ridge")
 
 
 class Plan(NamedTuple):
@@ -75,35 +81,46 @@ def norms(states: np.ndarray) -> np.ndarray:
     return np.sqrt(np.einsum("...d,...d->...", states, states, dtype=np.float64))
 
 
+def block_norms(rows: np.ndarray, block: np.ndarray) -> np.ndarray:
+    """Norms of some rows of a block (1, 1, n, d)."""
+    return norms(block[0, 0][rows])
+
+
 def prepare(
-    before: np.ndarray,
-    after: np.ndarray,
-    norms_before: np.ndarray,
-    norms_after: np.ndarray,
-    tables: Mapping[str, np.ndarray],
     plan: Plan,
     layer: int,
+    rows: Sequence[np.ndarray],
+    before: Sequence[np.ndarray],
+    after: Sequence[np.ndarray],
+    norms_before: Sequence[np.ndarray],
+    norms_after: Sequence[np.ndarray],
+    tables: Mapping[str, np.ndarray],
 ) -> Reference:
     """Everything that the runs of one layer share.
 
     Parameters
     ----------
-    before, after : numpy.ndarray, shape (N, d)
-        States h_{l-1} and h_l of the reference tokens.
-    norms_before, norms_after : numpy.ndarray, shape (M,)
-        Norms of all reference tokens, for the medians that decide what is massive.
-    tables : mapping
-        ``groups``, ``folds``, ``token_ids``, ``documents`` of the reference tokens.
     plan : Plan
     layer : int
         Named in errors.
+    rows : sequence of numpy.ndarray of int
+        Which rows of each block are reference tokens, N in all.
+    before, after : sequence of numpy.ndarray, shape (1, 1, n, d)
+        Blocks of states h_{l-1} and h_l.
+    norms_before, norms_after : sequence of numpy.ndarray
+        Norms of all reference tokens, for the medians that decide what is massive.
+    tables : mapping
+        ``groups``, ``folds``, ``token_ids``, ``documents`` of the N reference tokens.
 
     Raises
     ------
     ValueError
         If states are not finite, or fewer than k tokens are left.
     """
-    largest_before, largest_after = _largest(norms_before), _largest(norms_after)
+    largest_before = _largest(np.concatenate(norms_before))
+    largest_after = _largest(np.concatenate(norms_after))
+    before = np.concatenate([block[0, 0][chosen] for block, chosen in zip(before, rows)])
+    after = np.concatenate([block[0, 0][chosen] for block, chosen in zip(after, rows)])
     own_before, own_after = norms(before), norms(after)
     if not (np.isfinite(own_before).all() and np.isfinite(own_after).all()):
         raise ValueError(f"layer {layer}: reference states hold values that are not finite")
@@ -145,22 +162,22 @@ def prepare(
 
 
 def fit_run(
+    plan: Plan,
+    labels: Mapping[str, np.ndarray],
     ready: Reference,
     before: np.ndarray,
     after: np.ndarray,
-    labels: Mapping[str, np.ndarray],
-    plan: Plan,
 ) -> dict[str, np.ndarray]:
     """Decompose the updates of one run of tokens of one layer.
 
     Parameters
     ----------
+    plan : Plan
+    labels : mapping
+        ``groups``, ``folds`` and ``token_ids`` of the n tokens.
     ready : Reference
     before, after : numpy.ndarray, shape (1, 1, n, d)
         Blocks of states h_{l-1} and h_l.
-    labels : mapping
-        ``groups``, ``folds`` and ``token_ids`` of the n tokens.
-    plan : Plan
 
     Returns
     -------
@@ -232,17 +249,16 @@ def fit_run(
     }
 
 
-def entry(run: Mapping[str, np.ndarray], name: str, member: int | None = None) -> np.ndarray:
-    """One block of a variable: what a run holds, under the leading dims of the cube."""
+def entry(name: str, member: int | None, source: Mapping[str, Any] | Reference) -> np.ndarray:
+    """One block of a variable, under the leading dims of the cube.
+
+    ``source`` is what :func:`fit_run` or :func:`prepare` returned, ``member`` the index of the
+    function class where the variable has that dim.
+    """
+    value = source.summaries[name] if isinstance(source, Reference) else source[name]
     if member is None:
-        return run[name][None, None]
-    return run[name][member][None, None, None]
-
-
-def summary(ready: Reference, name: str, member: int | None = None) -> np.ndarray:
-    """One block of a per-layer variable."""
-    value = np.asarray(ready.summaries[name])
-    return value[None, None] if member is None else value[member][None, None, None]
+        return np.asarray(value)[None, None]
+    return np.asarray(value[member])[None, None, None]
 
 
 def _maps(

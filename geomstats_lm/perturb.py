@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,19 @@ import dask.array as da
 import numpy as np
 import torch
 import xarray as xr
-from tqdm.auto import tqdm
 
 from geomstats_lm.blocks import LanguageModel, appends_exactly, capture
 from geomstats_lm.controls import CONTROLS, control_residuals, donor_pool
-from geomstats_lm.cube import open_leaf, ordered, prepare_leaf, settings_of, token_runs, write_unit
+from geomstats_lm.cube import (
+    finish_leaf,
+    open_leaf,
+    ordered,
+    prepare_leaf,
+    progress_bar,
+    settings_of,
+    token_runs,
+    write_unit,
+)
 from geomstats_lm.decompose import decompose
 from geomstats_lm.divergence import MEASURES, clean_output, compare_outputs, take_rows
 from geomstats_lm.geometry import usable_tokens
@@ -142,9 +151,7 @@ def perturb(
     }  # fmt: skip
     template = _template(parts, classes, positions, controls, draws)
     runs = token_runs(n_tokens, windows_at_once * length)
-    # The last unit holds what needs all tokens; a run of no tokens keeps its place in the ledger.
-    grid = {"layer": [(0, len(chosen))], "token": [*runs, (n_tokens, n_tokens)]}
-    save, finished, loaded = _sink(template, store, key, settings, grid, overwrite)
+    save, finished, stored = _sink(template, store, key, settings, runs, overwrite)
     usable = usable_tokens(parts)[0].values
     sampled = _sample_positions(usable, length, n_single, seed)
     masks = {mode: usable if mode == "all" else usable & sampled for mode in positions}
@@ -152,20 +159,27 @@ def perturb(
     damage = functools.partial(
         _damage, model, parts, masks, _donors(parts, pools), pools, controls=controls,
         draws=draws, seed=seed, batch_size=batch_size,
-        appends="single" in masks and _appends(model, parts, length),
+        appends="single" in masks and not all(finished) and _appends(model, parts, length),
     )  # fmt: skip
-    with tqdm(
-        total=n_tokens * len(chosen) * len(classes),
-        initial=sum(b - a for done, (a, b) in zip(finished, runs) if done)
-        * len(chosen) * len(classes),
-        desc=f"{key} perturbation", unit="token", disable=not progress, leave=False,
+    since, work = time.time(), len(chosen) * len(classes)
+    with progress_bar(
+        progress, n_tokens * work, f"{key} perturbation",
+        initial=work * sum(b - a for done, (a, b) in zip(finished, runs) if done),
     ) as bar:  # fmt: skip
-        for number, (start, stop) in enumerate(runs):
-            if not finished[number]:
-                save(number, damage(start, stop, bar=bar), slice(start, stop))
-    if not finished[len(runs)]:
-        save(len(runs), {"damage_ratio": _damage_ratio(loaded())}, slice(None))
-    return open_leaf(store, key, "perturbation") if store is not None else loaded()
+        # The first unit also holds what needs all tokens, so it comes last.
+        for number in [*range(1, len(runs)), 0]:
+            if finished[number]:
+                continue
+            start, stop = runs[number]
+            values = damage(start, stop, bar=bar)
+            if number == 0:
+                rest = stored().isel(token=slice(stop, None))
+                values["damage_ratio"] = _damage_ratio(values, rest)
+            save(number, values, slice(start, stop))
+    if store is None:
+        return stored()
+    finish_leaf(store, key, "perturbation", since=since)
+    return open_leaf(store, key, "perturbation")
 
 
 def _damage(
@@ -302,7 +316,7 @@ def _appends(model: LanguageModel, parts: xr.Dataset, length: int) -> bool:
 def _sample_positions(usable: np.ndarray, length: int, n_single: int, seed: int) -> np.ndarray:
     """True at up to ``n_single`` positions of every window that are usable at some layer."""
     rng = np.random.default_rng([seed, 0])
-    order = rng.random(usable.shape[1]).reshape(-1, length)
+    order: np.ndarray = rng.random((usable.shape[1] // length, length))
     order[~usable.any(axis=0).reshape(-1, length)] = np.inf
     rank = order.argsort(axis=1).argsort(axis=1)
     return ((rank < n_single) & np.isfinite(order)).ravel()
@@ -350,50 +364,41 @@ def _sink(
     store: str | Path | None,
     key: str,
     settings: dict[str, Any],
-    grid: dict[str, list[tuple[int, int]]],
+    runs: list[tuple[int, int]],
     overwrite: bool,
 ) -> tuple[Callable[..., None], np.ndarray, Callable[[], xr.Dataset]]:
     """How to save a unit, which are finished, and how to get at what is saved."""
-    token_axes = {
-        n: v.dims.index("token") if "token" in v.dims else None for n, v in template.items()
-    }
 
-    def region(name: str, token: slice) -> tuple[slice, ...]:
-        axis = token_axes[name]
-        whole = [slice(None)] * template[name].ndim
-        if axis is not None:
-            whole[axis] = token
-        return tuple(whole)
+    def regions(values: Mapping[str, np.ndarray], token: slice) -> dict[str, tuple[slice, ...]]:
+        return {
+            name: tuple(token if dim == "token" else slice(None) for dim in template[name].dims)
+            for name in values
+        }
 
     if store is None:
         # equal dask arrays are computed to one shared buffer; a deep copy parts them
         memory = template.compute().copy(deep=True)
 
         def keep(number: int, values: dict[str, np.ndarray], token: slice) -> None:
-            for name, array in values.items():
-                memory[name].values[region(name, token)] = array
+            for name, region in regions(values, token).items():
+                memory[name].values[region] = values[name]
 
-        return keep, np.zeros(len(grid["token"]), dtype=bool), lambda: memory
-    run = grid["token"][0][1]
-    template = template.chunk({"token": max(run, 1)})
+        return keep, np.zeros(len(runs), dtype=bool), lambda: memory
     finished = prepare_leaf(
-        template, store, key, "perturbation", settings=settings, grid=grid, overwrite=overwrite
-    )[0]
+        template.chunk({"token": runs[0][1]}), store, key, "perturbation", settings=settings,
+        grid={"layer": [(0, template.sizes["layer"])], "token": runs}, overwrite=overwrite,
+    )[0]  # fmt: skip
 
     def write(number: int, values: dict[str, np.ndarray], token: slice) -> None:
-        regions = {name: region(name, token) for name in values}
-        write_unit(str(store), key, "perturbation", (0, number), values, regions)
+        write_unit(store, key, "perturbation", (0, number), values, regions(values, token))
 
-    def stored() -> xr.Dataset:
-        return xr.open_zarr(str(store), group=f"{key}/perturbation", chunks={}, consolidated=False)
-
-    return write, finished, stored
+    return write, finished, lambda: open_leaf(store, key, "perturbation", incomplete="ignore")
 
 
-def _damage_ratio(data: xr.Dataset) -> np.ndarray:
-    real = data["kl"].mean("token")
-    control = data["kl_control"].mean(["draw", "token"])
-    ratio = (real / control.where(control > 0)).transpose(
-        "model", "function_class", "positions", "control", "layer"
-    )
-    return np.asarray(ratio.values)
+def _damage_ratio(first: Mapping[str, np.ndarray], rest: xr.Dataset) -> np.ndarray:
+    """Mean KL over mean KL of each control: (model, function_class, positions, control, layer)."""
+    real = np.nansum(first["kl"], axis=-1) + rest["kl"].sum("token").values
+    control = np.nansum(first["kl_control"], axis=-1) + rest["kl_control"].sum("token").values
+    control = control.mean(axis=4)  # over draws: every token has all of them
+    real = np.broadcast_to(real[:, :, :, None], control.shape)
+    return np.divide(real, control, out=np.full(control.shape, np.nan), where=control > 0)

@@ -52,7 +52,7 @@ class Selection:
     cluster: str | None
     leave_out: tuple[str, ...]
     nested_in: tuple[str, ...]
-    extra: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
 
 
 def select(
@@ -63,7 +63,7 @@ def select(
     cluster: str | None,
     leave_out: Sequence[str],
     nested_in: Sequence[str],
-    extra: Sequence[str] = (),
+    groups: Sequence[str] = (),
 ) -> Selection:
     """Check every name against the data, and say which of the optional ones are there.
 
@@ -85,7 +85,7 @@ def select(
         check_known(wanted, known, "by")
     if cluster is not None:
         check_known([cluster], known, "cluster")
-    check_known(extra, known, "data")
+    check_known(groups, known, "data")
     unknown = [flag for flag in leave_out if flag not in LEAVE_OUT and flag not in known]
     check_known(unknown, [*known, *LEAVE_OUT], "leave_out")
     present = tuple(name for name in wanted if name in known)
@@ -105,7 +105,7 @@ def select(
         cluster,
         tuple(flag for flag in leave_out if flag in known or flag == "first_position"),
         tuple(nested_in),
-        tuple(extra),
+        tuple(groups),
     )
 
 
@@ -162,7 +162,8 @@ def _needed(data: xr.Dataset | pd.DataFrame, selection: Selection) -> list[str]:
         *selection.by,
         *([selection.cluster] if selection.cluster else []),
         *selection.nested_in,
-        *selection.extra,
+        *selection.groups,
+        *(["position"] if selection.groups else []),
         *[flag for flag in selection.leave_out if flag != "first_position"],
         *(["position", "sequence"] if "first_position" in selection.leave_out else []),
     ]
@@ -210,19 +211,32 @@ def _cell(flat: dict[str, np.ndarray], key: dict, selection: Selection) -> Cell:
         elif "position" in flat and "sequence" in flat:
             flagged |= flat["position"] == 0
     keep = complete & ~flagged
-    apart = [name for name in selection.nested_in if name not in selection.by and name in flat]
-    labels = pd.Index(cluster[keep])
-    if apart:
-        labels = pd.MultiIndex.from_arrays([*(flat[name][keep] for name in apart), labels])
+    apart = [
+        flat[name][keep]
+        for name in selection.nested_in
+        if name not in selection.by and name in flat
+    ]
+    # groups as integers that are distinct where clusters are
+    extra = {
+        name: _labels(flat[name][keep], apart).factorize(sort=True)[0] for name in selection.groups
+    }
+    if selection.groups and "position" in flat:
+        extra["position"] = flat["position"][keep]
     return Cell(
         key={name: key[name] for name in selection.by},
         columns=table[keep],
-        cluster=labels,
+        cluster=_labels(cluster[keep], apart),
         population="|".join(f"{key[name]}" for name in selection.nested_in if name in key),
-        extra={name: flat[name][keep] for name in selection.extra},
+        extra=extra,
         n_missing=int((~complete).sum()),
         n_left_out=int((complete & flagged).sum()),
     )
+
+
+def _labels(values: np.ndarray, apart: list[np.ndarray]) -> pd.Index:
+    if apart:
+        return pd.MultiIndex.from_arrays([*apart, values])
+    return pd.Index(values)
 
 
 def clusters_by_population(

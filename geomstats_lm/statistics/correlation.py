@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import xarray as xr
 
@@ -23,22 +22,28 @@ from geomstats_lm.statistics.cells import (
     DEFAULT_BY,
     LEAVE_OUT,
     USUAL_BY,
-    Cell,
-    Selection,
     clusters_by_population,
     coordinates_along,
-    read_cells,
     select,
 )
-from geomstats_lm.statistics.estimates import cluster_sums, estimate_levels, estimate_tokens
+from geomstats_lm.statistics.decomposition import DECOMPOSABLE
+from geomstats_lm.statistics.estimates import STUDENTIZED, Manner
 from geomstats_lm.statistics.formula import parse_association
 from geomstats_lm.statistics.inference import warn_of_few
+from geomstats_lm.statistics.influence import WITH_INFLUENCE
 from geomstats_lm.statistics.multiplicity import check_method
 from geomstats_lm.statistics.pooling import RankCorrelation, arrange, as_replicates
 from geomstats_lm.statistics.resampling import INTERVALS, draw_counts
+from geomstats_lm.statistics.rows import (
+    Permutations,
+    in_order,
+    level_rows,
+    observations,
+    token_rows,
+)
 
+TESTS = ("bootstrap", "permutation")
 UNITS = ("token", "layer", "function_class")
-Row = tuple[dict[str, Any], np.ndarray, str]  # columns, replicates, population
 
 
 def rank_correlation(
@@ -56,6 +61,11 @@ def rank_correlation(
     level: float = 0.95,
     adjust: str | None = "fdr_bh",
     adjust_over: Sequence[str] | None = None,
+    decompose_by: str | None = None,
+    test: str = "bootstrap",
+    exchange: str | None = None,
+    sequence: str = "sequence",
+    n_permutations: int = 1999,
     leave_out: Sequence[str] = LEAVE_OUT,
     nested_in: Sequence[str] = ("model",),
     seed: int = 0,
@@ -97,6 +107,18 @@ def rank_correlation(
     adjust, adjust_over
         Multiple testing: a method of statsmodels' `multipletests` or None, and the by-columns
         that make up one family (None: all rows).
+    decompose_by
+        A grouping (such as "sequence") that splits each row into total, within and between
+        correlation.
+    test
+        Where `p_value` comes from: "bootstrap", or "permutation" (which respects the dependence).
+    exchange
+        What permutations move: "clusters" hands whole clusters' responses to other clusters,
+        "shift" turns them round within each `sequence`. None takes shifts for the within
+        component, clusters otherwise.
+    sequence, n_permutations
+        The series that are turned round; the number of permutations, p = (count + 1) / (number +
+        1).
     leave_out
         Boolean flags whose tokens do not enter, and "first_position" (position 0 of a window).
         Those the data do not carry are passed over. Counted in `n_left_out`.
@@ -126,6 +148,7 @@ def rank_correlation(
 
     Examples
     --------
+    >>> import numpy as np
     >>> rng = np.random.default_rng(0)
     >>> size = rng.normal(size=(2, 600))
     >>> data = xr.Dataset(
@@ -139,19 +162,13 @@ def rank_correlation(
     1      2       1.0  600          20
     """
     _check(method, unit, partial, n_boot, interval, level)
+    _check_combination(method, unit, interval, decompose_by, test, exchange)
     check_method(adjust)
     association = parse_association(formula, norm=norm)
-    chosen = (by,) if isinstance(by, str) else tuple(by)
-    if unit != "token":
-        default = chosen in USUAL_BY
-        if unit in chosen and not default:
-            raise ValueError(
-                f"by={chosen} fixes {unit!r}, which unit={unit!r} is to correlate over"
-            )
-        known = set(data.variables) | set(data.dims) if isinstance(data, xr.Dataset) else set(data)
-        chosen = tuple(
-            name for name in chosen if name != unit and not (default and name not in known)
-        )
+    chosen = _rows_by(data, by, unit)
+    permutations = None
+    if test == "permutation":
+        permutations = Permutations(exchange, sequence, n_permutations, seed)
     selection = select(
         data,
         association,
@@ -159,6 +176,7 @@ def rank_correlation(
         cluster=cluster,
         leave_out=leave_out,
         nested_in=nested_in,
+        groups=_groups(data, decompose_by, permutations),
     )
     populations = clusters_by_population(data, selection)
     drawn = 0 if interval == "robust" else n_boot
@@ -175,26 +193,24 @@ def rank_correlation(
         "interval": interval,
         "level": level,
         "n_boot": drawn,
+        "test": test,
         "adjust": adjust,
         "seed": seed,
     }
-    arguments = {
-        "method": method,
-        "semipartial": partial == "semipartial",
-        "interval": interval,
-        "level": level,
-    }
-    columns = tuple(name for name in selection.by if name != unit)
+    manner = Manner(method, partial == "semipartial", interval, level)
+    arguments = (populations, counts)
     with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as pool:
         if unit == "token":
-            done = _token_rows(data, selection, populations, counts, pool, arguments)
+            rows = token_rows(data, selection, *arguments, pool, manner, decompose_by, permutations)
         else:
-            done = _level_rows(data, selection, unit, populations, counts, pool, arguments)
-    if not done:
+            rows = level_rows(data, selection, unit, *arguments, pool, manner)
+    if not rows:
         raise ValueError("data: no observations in any cell")
-    done = _in_order(done, columns)
+    columns = tuple(name for name in selection.by if name != unit)
+    columns = (*columns, "component") if decompose_by else columns
+    rows = in_order(rows, columns)
     table = arrange(
-        [{**row, "method": method, "unit": unit} for row, _, _ in done],
+        [{**row, "method": method, "unit": unit} for row, _, _ in rows],
         columns,
         coordinates_along(data, columns),
         adjust,
@@ -206,11 +222,11 @@ def rank_correlation(
         estimates=table,
         fits=_glance(table, settings),
         settings=settings,
-        observations=lambda: _observations(data, selection),
+        observations=lambda: observations(data, selection),
         notes=_notes(table, settings),
         by=columns,
-        replicates=as_replicates([replicates for _, replicates, _ in done], table, columns),
-        populations=tuple(population for _, _, population in done),
+        replicates=as_replicates([replicates for _, replicates, _ in rows], table, columns),
+        populations=tuple(population for _, _, population in rows),
     )
 
 
@@ -229,64 +245,62 @@ def _check(method: str, unit: str, partial: str, n_boot: int, interval: str, lev
         raise ValueError(f"n_boot={n_boot!r} is not a number of resamples (0 or more)")
 
 
-def _token_rows(
-    data: xr.Dataset | pd.DataFrame,
-    selection: Selection,
-    populations: dict[str, pd.Index],
-    counts: dict[str, np.ndarray],
-    pool: ThreadPoolExecutor,
-    arguments: dict[str, Any],
-) -> list[Row]:
-    def one(cell: Cell) -> Row:
-        codes = populations[cell.population].get_indexer(cell.cluster)
-        row, replicates = estimate_tokens(cell.columns, codes, counts[cell.population], **arguments)
-        left = {"n_left_out": cell.n_left_out, "n_missing": cell.n_missing}
-        return {**cell.key, **row, **left}, replicates, cell.population
-
-    return [row for cells in read_cells(data, selection) for row in pool.map(one, cells)]
-
-
-def _level_rows(
-    data: xr.Dataset | pd.DataFrame,
-    selection: Selection,
+def _check_combination(
+    method: str,
     unit: str,
-    populations: dict[str, pd.Index],
-    counts: dict[str, np.ndarray],
-    pool: ThreadPoolExecutor,
-    arguments: dict[str, Any],
-) -> list[Row]:
-    """Cells that differ in the unit alone, reduced to sums per cluster, make one row."""
-    tables: dict[tuple, dict[str, Any]] = {}
-    for cells in read_cells(data, selection):
-        for cell in cells:
-            key = {name: value for name, value in cell.key.items() if name != unit}
-            codes = populations[cell.population].get_indexer(cell.cluster)
-            table = tables.setdefault(
-                tuple(key.values()),
-                {"key": key, "population": cell.population, "sums": [], "left": 0, "missing": 0},
+    interval: str,
+    decompose_by: str | None,
+    test: str,
+    exchange: str | None,
+) -> None:
+    """Refuse by name what has no definition or no implementation."""
+    if test not in TESTS:
+        raise ValueError(f"test={test!r} is not one of {', '.join(TESTS)}")
+    if exchange not in (None, "clusters", "shift"):
+        raise ValueError(f"exchange={exchange!r} is not one of clusters, shift, None")
+    special = [name for name, value in (("decompose_by", decompose_by),) if value]
+    special += ["test='permutation'"] if test == "permutation" else []
+    for name in special:
+        if unit != "token":
+            raise ValueError(f"{name} needs unit='token', not unit={unit!r}")
+        if method not in DECOMPOSABLE:
+            raise ValueError(f"{name} needs method 'spearman' or 'pearson', not {method!r}")
+    if interval in STUDENTIZED:
+        if method not in WITH_INFLUENCE:
+            raise ValueError(
+                f"interval={interval!r} needs an analytic standard error, which method={method!r} "
+                "does not have: use 'percentile' or 'bca'"
             )
-            table["sums"].append(
-                cluster_sums(cell.columns, codes, len(populations[cell.population]))
+        if unit != "token" or decompose_by:
+            what = f"unit={unit!r}" if unit != "token" else "decompose_by"
+            raise ValueError(f"interval={interval!r} does not go with {what}: use 'bca'")
+
+
+def _rows_by(data: xr.Dataset | pd.DataFrame, by: Sequence[str], unit: str) -> tuple[str, ...]:
+    chosen = (by,) if isinstance(by, str) else tuple(by)
+    if unit == "token":
+        return chosen
+    if chosen not in USUAL_BY:
+        if unit in chosen:
+            raise ValueError(
+                f"by={chosen} fixes {unit!r}, which unit={unit!r} is to correlate over"
             )
-            table["left"] += cell.n_left_out
-            table["missing"] += cell.n_missing
-
-    def one(table: dict[str, Any]) -> Row:
-        population = table["population"]
-        row, replicates = estimate_levels(np.stack(table["sums"]), counts[population], **arguments)
-        left = {"n_left_out": table["left"], "n_missing": table["missing"]}
-        return {**table["key"], **row, **left}, replicates, population
-
-    return list(pool.map(one, tables.values()))
+        return chosen
+    known = {*data.variables, *data.dims} if isinstance(data, xr.Dataset) else set(data)
+    return tuple(name for name in chosen if name != unit and name in known)
 
 
-def _in_order(done: list[Row], by: Sequence[str]) -> list[Row]:
-    """Rows sorted by the first appearance of each by-label, however the layers were read."""
-    seen: dict[str, dict] = {name: {} for name in by}
-    for row, _, _ in done:
-        for name in by:
-            seen[name].setdefault(row[name], len(seen[name]))
-    return sorted(done, key=lambda item: [seen[name][item[0][name]] for name in by])
+def _groups(
+    data: xr.Dataset | pd.DataFrame, decompose_by: str | None, permutations: Permutations | None
+) -> tuple[str, ...]:
+    """Further groupings that have to be read along."""
+    groups = [decompose_by] if decompose_by else []
+    if permutations is not None:
+        known = data.variables if isinstance(data, xr.Dataset) else data.columns
+        shifts = permutations.exchange == "shift"
+        # shifting needs the series; exchanging merely puts its tokens in order where it is known
+        groups += [permutations.sequence] if shifts or permutations.sequence in known else []
+    return tuple(dict.fromkeys(groups))
 
 
 def _glance(table: pd.DataFrame, settings: dict[str, Any]) -> pd.DataFrame:
@@ -313,23 +327,3 @@ def _notes(table: pd.DataFrame, settings: dict[str, Any]) -> list[str]:
             f"{left} flagged observations (special, massive or first tokens) were left out."
         )
     return notes
-
-
-def _observations(data: xr.Dataset | pd.DataFrame, selection: Selection) -> pd.DataFrame:
-    """One row per observation that entered: values and their ranks within the cell."""
-    frames = []
-    association = selection.association
-    for cells in read_cells(data, selection):
-        for cell in cells:
-            frame = pd.DataFrame(
-                {
-                    **{name: [value] * len(cell.columns) for name, value in cell.key.items()},
-                    selection.cluster or "observation": cell.cluster,
-                    association.response: cell.columns[:, 0],
-                    association.predictor: cell.columns[:, 1],
-                }
-            )
-            frame["rank_response"] = frame[association.response].rank()
-            frame["rank_predictor"] = frame[association.predictor].rank()
-            frames.append(frame)
-    return pd.concat(frames, ignore_index=True)

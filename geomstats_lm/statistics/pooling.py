@@ -38,6 +38,7 @@ LAST_COLUMNS = (
     "method",
     "unit",
     "interval",
+    "test",
     "converged",
     "reason",
 )

@@ -14,7 +14,7 @@ import zlib
 import numpy as np
 from scipy import stats
 
-INTERVALS = ("percentile", "bca", "basic")
+INTERVALS = ("percentile", "bca", "basic", "bootstrap-t", "robust")
 # two bytes each: more than this is over a gigabyte of counts alone
 LARGEST_DRAW = 500_000_000
 JACKKNIFE_GROUPS = 500
