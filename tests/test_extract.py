@@ -271,13 +271,13 @@ def test_a_part_overwrites_nothing(model, store):
 def test_threads_that_create_one_leaf_at_once_lose_nothing(model, tmp_path):
     run(model, tmp_path / "whole")
     errors: list = []
+    models = {i: tiny_gpt2() for i in range(1, 5)}  # one model is not read by two threads at once
     start = threading.Barrier(4)
 
     def worker(number):
         try:
-            mine = tiny_gpt2()  # one model cannot be read by two threads at a time
             start.wait()
-            run(mine, tmp_path / "shared", part=(number, 4))
+            run(models[number], tmp_path / "shared", part=(number, 4))
         except Exception as error:
             errors.append(error)
 
