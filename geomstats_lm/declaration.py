@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import pydantic
 
+from geomstats_lm.class_labels import parse_classes
 from geomstats_lm.cube import model_key
 from geomstats_lm.decompose import DEFAULT_CLASSES
-from geomstats_lm.function_classes import parse_classes
 
 
 class StudyError(ValueError):
