@@ -1,9 +1,8 @@
 """Agreement with R, number by number; `reference/make_reference.R` made the numbers.
 
 Tolerances: 1e-6 relative (six digits) wherever both sides solve the same equations; 1e-9 where
-there is nothing to iterate. Mixed models are fitted by two optimizers of a flat likelihood: 1e-4
-relative on parameters, 1e-6 on the log-likelihood, which shows that both stand on the same
-summit.
+there is nothing to iterate. Random-effects deviations of mixed models: 1e-5, since a likelihood
+that is flat at its summit fixes them to the square root of the precision of its value.
 """
 
 import json
@@ -234,6 +233,7 @@ def test_quantile_regression():
     agree(found[["Intercept", "x", "level"]], R["quantile"]["beta"], rtol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:a random term has 5 groups")
 @pytest.mark.parametrize("case", CASES["mixed"])
 def test_mixed_models(case):
     expected = R["mixed"][case]
@@ -241,11 +241,11 @@ def test_mixed_models(case):
     result = mixed_model(expected["formula"], frame, reml=expected["reml"])
     table, fit = result.tidy(), result.glance().iloc[0]
     assert fit["converged"], fit["reason"]
-    agree(fit["log_likelihood"], expected["log_likelihood"], rtol=1e-6)
+    agree(fit["log_likelihood"], expected["log_likelihood"], rtol=1e-9)
     fixed = table[table["effect"] == "fixed"]
-    agree(fixed["estimate"], expected["beta"], rtol=1e-4)
-    agree(fixed["std_error"], expected["se"], rtol=1e-4)
-    agree(fit["sigma"], expected["sigma"], rtol=1e-4)
+    agree(fixed["estimate"], expected["beta"], rtol=1e-6)
+    agree(fixed["std_error"], expected["se"], rtol=1e-5)
+    agree(fit["sigma"], expected["sigma"], rtol=1e-6)
     ours = {
         (row.group, row.term): row.estimate
         for row in table.itertuples()
@@ -260,7 +260,7 @@ def test_mixed_models(case):
         name = {"model.1": "model", "model.document": "model:document"}.get(group, group)
         name = "model:document" if name == "document:model" else name
         term = f"sd__{first}" if second is None else f"cor__{first}.{second}"
-        assert ours[name, term] == pytest.approx(value, rel=2e-3, abs=2e-3), (name, term)
+        assert ours[name, term] == pytest.approx(value, rel=1e-5), (name, term)
 
 
 @pytest.mark.parametrize("case", CASES["adjust"])

@@ -34,6 +34,12 @@ from geomstats_lm.statistics.random_effects import (
 from geomstats_lm.statistics.results import Result
 
 OPTIMIZERS = ("bfgs", "lbfgs", "cg", "powell")
+# the likelihood is flat: the defaults stop in the fifth digit
+TIGHT: dict[str, dict[str, float]] = {
+    "bfgs": {"gtol": 1e-8},
+    "cg": {"gtol": 1e-8},
+    "lbfgs": {"pgtol": 1e-9, "factr": 10.0},
+}
 
 
 def mixed_model(
@@ -192,7 +198,7 @@ def _best_fit(model: MixedLM, reml: bool, optimizers: Sequence[str]) -> tuple[An
     best: tuple[str, Any] | None = None
     tried = []
     for name in optimizers:
-        options = {"gtol": 1e-8} if name in ("bfgs", "cg") else {}
+        options = TIGHT.get(name, {})
         with warnings.catch_warnings():
             # convergence and boundary are read off the fit and reported in the result
             warnings.simplefilter("ignore")
@@ -205,10 +211,10 @@ def _best_fit(model: MixedLM, reml: bool, optimizers: Sequence[str]) -> tuple[An
         if not np.isfinite(fit.llf):
             continue
         rank = (bool(fit.converged), float(fit.llf))
-        if best is None or rank > (bool(best[1].converged), float(best[1].llf) + 1e-9):
+        if best is None or rank > (bool(best[1].converged), float(best[1].llf)):
             best = (name, fit)
         # two optimizers that agree are enough
-        agree = best[1].converged and fit.converged and abs(fit.llf - best[1].llf) < 1e-6
+        agree = best[1].converged and fit.converged and abs(fit.llf - best[1].llf) < 1e-9
         if len(tried) >= 2 and agree:
             break
     if best is None:

@@ -270,7 +270,10 @@ def _synthesize(
             if fit.df is None
             else stats.t.ppf((1 + level) / 2, fit.df)
         )
-        statistic = mean / error
+        # Knapp-Hartung's variance is zero where all estimates agree to the last digit
+        degenerate = error <= 1e-12 * max(abs(mean), 1.0)
+        reason = "all estimates are equal" if degenerate else ""
+        statistic = np.nan if degenerate else mean / error
         tail = (
             stats.norm.sf(abs(statistic)) if fit.df is None else stats.t.sf(abs(statistic), fit.df)
         )
@@ -294,7 +297,7 @@ def _synthesize(
             "std_error_z": error,
             "k": k,
             "converged": fit.converged,
-            "reason": "" if fit.converged else "tau2 did not converge",
+            "reason": reason if fit.converged else "tau2 did not converge",
         }
         rows.append(row)
     return rows, {
