@@ -14,9 +14,9 @@ import numpy as np
 from geomstats_lm.neighbours import one_thread
 
 HELD_OUT = 0.15  # share of the reference documents that decides when to stop
-PATIENCE = 8  # epochs without improvement
+PATIENCE = 6  # epochs without improvement
 BATCH = 256
-MOST_STEPS = 8000
+MOST_STEPS = 4000
 ENOUGH = 1e-3  # relative improvement that counts as one
 
 
@@ -40,7 +40,7 @@ def fit(
     *,
     hidden: int,
     seed: Any,
-    most_steps: int = MOST_STEPS,
+    most_steps: int | None = None,
 ) -> Network:
     """Train on reference tokens.
 
@@ -54,8 +54,9 @@ def fit(
         Width of the hidden layer.
     seed : int or sequence of int
         Of the weights, the order of batches and the documents held out.
-    most_steps : int
-        Training that still improves then is declared not converged, with a warning.
+    most_steps : int, optional
+        Training that still improves after so many (4000 by default) is declared not
+        converged, with a warning.
 
     Returns
     -------
@@ -92,7 +93,7 @@ def fit(
     with one_thread():
         weights = [torch.tensor(w, dtype=torch.float32, requires_grad=True) for w in begin]
         history, best, converged, epochs = _train(
-            weights, x[inside], y[inside], x[outside], y[outside], rng, most_steps
+            weights, x[inside], y[inside], x[outside], y[outside], rng, most_steps or MOST_STEPS
         )
     if not converged:
         warnings.warn(
@@ -115,7 +116,7 @@ def _train(
     """Adam with a rate halved on every plateau; the best weights on the held-out documents."""
     import torch
 
-    optimizer = torch.optim.Adam(weights, lr=2e-3)
+    optimizer = torch.optim.Adam(weights, lr=3e-3)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=2)
     history: list[float] = []
     best, kept, since = np.inf, _copies(weights), 0
