@@ -128,6 +128,46 @@ def decompose(
     )  # fmt: skip
 
 
+def decomposition_of(
+    data: xr.DataTree | xr.Dataset,
+    classes: Sequence[str],
+    *,
+    windows: int | None,
+    rng: np.random.Generator,
+    ridge: float | str | None = None,
+    **options: Any,
+) -> xr.Dataset:
+    """The lazy decomposition of some random windows only, for the verbs that choose settings.
+
+    Options are those of :func:`decompose`, with the same defaults.
+    """
+    defaults = {
+        "k": 32, "target": "update", "metric": "euclidean", "exclude": "document",
+        "reference": None, "layers": None, "tokens": "evaluation", "keep": KEEP, "device": "cpu",
+        "seed": 0,
+    }  # fmt: skip
+    unknown = sorted(set(options) - set(defaults))
+    if unknown:
+        raise ValueError(f"unknown options {unknown}; accepted are {sorted(defaults)}")
+    activations = _activations(data)
+    chosen = parse_classes(classes, ridge=ridge)
+    checked = _check_options(activations, chosen, **{**defaults, **options})
+    if windows is not None:
+        rows = checked["query_rows"]
+        sequence = activations["sequence"].values[rows]
+        names = np.unique(sequence)
+        picked = rng.permutation(names)[:windows]
+        checked["query_rows"] = rows[np.isin(sequence, picked)]
+    return _lazy_dataset(activations, chosen, checked, None)
+
+
+def usable_references(data: xr.DataTree | xr.Dataset) -> int:
+    """Number of tokens that may serve as references by their labels."""
+    activations = _activations(data)
+    labels = {name: activations[name].values for name in TOKEN_COORDS}
+    return len(_reference_rows(labels, None, 0))
+
+
 def _activations(data: Any) -> xr.Dataset:
     if isinstance(data, xr.DataTree):
         if "activations" in data.children:

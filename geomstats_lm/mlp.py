@@ -14,9 +14,10 @@ import numpy as np
 from geomstats_lm.neighbours import one_thread
 
 HELD_OUT = 0.15  # share of the reference documents that decides when to stop
-PATIENCE = 8  # epochs without improvement
-MOST_EPOCHS = 200
+PATIENCE = 6  # epochs without improvement
 BATCH = 256
+MOST_STEPS = 4000
+ENOUGH = 1e-3  # relative improvement that counts as one
 
 
 class Network(NamedTuple):
@@ -39,7 +40,7 @@ def fit(
     *,
     hidden: int,
     seed: Any,
-    most_epochs: int = MOST_EPOCHS,
+    most_steps: int | None = None,
 ) -> Network:
     """Train on reference tokens.
 
@@ -53,8 +54,9 @@ def fit(
         Width of the hidden layer.
     seed : int or sequence of int
         Of the weights, the order of batches and the documents held out.
-    most_epochs : int
-        Training that still improves then is declared not converged, with a warning.
+    most_steps : int, optional
+        Training that still improves after so many (4000 by default) is declared not
+        converged, with a warning.
 
     Returns
     -------
@@ -91,13 +93,13 @@ def fit(
     with one_thread():
         weights = [torch.tensor(w, dtype=torch.float32, requires_grad=True) for w in begin]
         history, best, converged, epochs = _train(
-            weights, x[inside], y[inside], x[outside], y[outside], rng, most_epochs
+            weights, x[inside], y[inside], x[outside], y[outside], rng, most_steps or MOST_STEPS
         )
     if not converged:
         warnings.warn(
             f"mlp with {hidden} hidden units still improved after {epochs} epochs on "
             f"{int((~held).sum())} tokens: it has not converged",
-            RuntimeWarning, stacklevel=2,
+            UserWarning, stacklevel=2,
         )  # fmt: skip
     return Network(mean, inverse_sd, shift, spread, best, converged, epochs, history)
 
@@ -114,11 +116,11 @@ def _train(
     """Adam with a rate halved on every plateau; the best weights on the held-out documents."""
     import torch
 
-    optimizer = torch.optim.Adam(weights, lr=2e-3)
+    optimizer = torch.optim.Adam(weights, lr=3e-3)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=2)
     history: list[float] = []
     best, kept, since = np.inf, _copies(weights), 0
-    for _ in range(most):
+    for _ in range(-(-most // -(-len(x) // BATCH))):
         order = torch.from_numpy(rng.permutation(len(x)))
         for start in range(0, len(x), BATCH):
             rows = order[start : start + BATCH]
@@ -129,7 +131,7 @@ def _train(
             error = float(torch.nn.functional.mse_loss(_forward(weights, x_held), y_held))
         history.append(error)
         schedule.step(error)
-        if error < best * (1 - 1e-4):
+        if error < best * (1 - ENOUGH):
             best, kept, since = error, _copies(weights), 0
         else:
             since += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import explicit
 import numpy as np
 import pytest
 import torch
@@ -10,6 +9,7 @@ import torch
 from geomstats_lm import global_fits
 from geomstats_lm.class_labels import parse_classes, ridge_of
 from geomstats_lm.function_classes import Neighbourhoods, kernel_weights, local_predictions
+from tests import explicit
 
 LOCAL = ["local_mean", "scalar", "diagonal", "linear", "affine"]
 
@@ -311,36 +311,3 @@ def test_moments_without_a_part_are_those_of_the_rest():
             assert getattr(left, name) is None
             continue
         assert np.allclose(getattr(left, name), value, atol=1e-10), name
-
-
-@pytest.mark.parametrize(
-    "label, message",
-    [
-        ("afine", "known are identity, self_only"),
-        ("affine[rho=1]", r"no parameter \['rho'\]; it has \['k', 'ridge', 'scope', 'weights'\]"),
-        ("affine[ridge=-1]", "numbers >= 0 and 'cv'"),
-        ("affine[k=2.5]", "integers >= 1"),
-        ("affine[scope=galactic]", "accepted are"),
-        ("mean[scope=local]", "no parameter"),
-        ("affine[scope=global,k=3]", "no neighbours"),
-        ("affine[weights=flat]", "accepted are"),
-        ("affine[ridge]", "parameter=value"),
-    ],
-)
-def test_a_wrong_label_is_refused_with_what_is_accepted(label, message):
-    with pytest.raises(ValueError, match=message):
-        parse_classes([label])
-
-
-def test_labels_are_canonical():
-    labels = ["affine[ridge=1]", "linear[weights=uniform,k=9]", "affine[scope=global, ridge=0.1]"]
-    assert [c.label for c in parse_classes(labels)] == [
-        "affine", "linear[k=9]", "affine[ridge=0.1,scope=global]"
-    ]  # fmt: skip
-    with pytest.raises(ValueError, match="more than once"):
-        parse_classes(["affine", "affine[ridge=1.0]"])
-    with pytest.raises(ValueError, match="at least one"):
-        parse_classes([])
-    assert [c.label for c in parse_classes(["mean", "affine", "scalar"], ridge=0.3)] == [
-        "mean", "affine[ridge=0.3]", "scalar"
-    ]  # fmt: skip
