@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import dask.array as da
 import numpy as np
@@ -35,9 +37,15 @@ def decomposition(made):
 
 
 @pytest.fixture
-def store(tmp_path):
+def store(tmp_path, sound):
+    """A copy of the sound study, to be harmed."""
+    return Path(shutil.copytree(sound, tmp_path / "study.zarr"))
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
     """A study with a leaf written by whole layers, one by layers, and a table."""
-    path = tmp_path / "study.zarr"
+    path = tmp_path_factory.mktemp("sound") / "study.zarr"
     made = activations().assign_attrs(n_layers=3)
     runs = token_runs(24, 8)
     prepare_leaf(
