@@ -105,7 +105,7 @@ def capture(
         for block in lm.blocks:
             stack.callback(block.register_forward_hook(after_block).remove)
         if not head and lm.gathers_rows:
-            stack.enter_context(head_rows(lm, torch.zeros(len(input_ids), dtype=torch.long)))
+            stack.enter_context(head_rows(lm, torch.zeros(len(input_ids), 1, dtype=torch.long)))
         output = lm.model(input_ids=input_ids.to(lm.device))
     return states, getattr(output, "logits", None)
 
@@ -118,6 +118,7 @@ def resume(
     state: torch.Tensor,
     *,
     rows: torch.Tensor | None = None,
+    **inputs: torch.Tensor,
 ) -> torch.Tensor:
     """Run the model on from a given ``h_layer``, the blocks up to there skipped.
 
@@ -130,12 +131,14 @@ def resume(
         1..L, the block whose output is replaced.
     state : torch.Tensor, shape (batch, position, dim)
         The output it gets.
-    rows : torch.Tensor of int, shape (batch,), optional
-        The one position of each row whose logits are wanted.
+    rows : torch.Tensor of int, shape (batch, n), optional
+        The positions of each row whose logits are wanted; all by default.
+    **inputs : torch.Tensor
+        Further inputs of the model, such as ``position_ids``.
 
     Returns
     -------
-    torch.Tensor, shape (batch, position, vocabulary), or (batch, 1, vocabulary) with ``rows``
+    torch.Tensor, shape (batch, position or n, vocabulary)
         Logits.
 
     Raises
@@ -155,21 +158,106 @@ def resume(
             stack.enter_context(_skipped(lm.blocks[index], lm.block_rest[index], given))
         if rows is not None and lm.gathers_rows:
             stack.enter_context(head_rows(lm, rows))
-            return lm.model(input_ids=input_ids.to(lm.device)).logits
-        logits = lm.model(input_ids=input_ids.to(lm.device)).logits
-    if rows is not None:
-        return logits[torch.arange(len(rows)), rows.to(logits.device)][:, None]
-    return logits
+            return lm.model(input_ids=input_ids.to(lm.device), **inputs).logits
+        logits = lm.model(input_ids=input_ids.to(lm.device), **inputs).logits
+    return logits if rows is None else _take(logits, rows)
+
+
+@torch.no_grad()
+def resume_single(
+    lm: LanguageModel,
+    input_ids: torch.Tensor,
+    layer: int,
+    state: torch.Tensor,
+    patch: torch.Tensor,
+    rows: torch.Tensor,
+) -> torch.Tensor:
+    """Logits at positions each of which alone gets another ``h_layer``, in one forward pass.
+
+    The patched tokens are appended to the clean window.  Each attends to the clean tokens before
+    its own position and to itself, which is exact for the output at that position in models
+    whose only mixer is attention with position ids; :func:`appends_exactly` tests a model.
+
+    Parameters
+    ----------
+    lm : LanguageModel
+    input_ids : torch.Tensor, shape (batch, position)
+    layer : int
+        1..L, the block whose output is replaced.
+    state : torch.Tensor, shape (batch, position, dim)
+        Clean ``h_layer``.
+    patch : torch.Tensor, shape (batch, n, dim)
+        What replaces it at ``rows``, one position at a time.
+    rows : torch.Tensor of int, shape (batch, n)
+        Positions; one may come several times.
+
+    Returns
+    -------
+    torch.Tensor, shape (batch, n, vocabulary)
+    """
+    batch, length = input_ids.shape
+    n = rows.shape[1]
+    own = torch.arange(length, length + n)
+    position = torch.cat([torch.arange(length).expand(batch, length), rows], dim=1)
+    allowed = torch.zeros(batch, length + n, length + n, dtype=torch.bool)
+    allowed[:, :, :length] = torch.arange(length)[None, None] <= position[:, :, None]
+    # a patched token does not see its clean self
+    allowed[torch.arange(batch)[:, None], own[None], rows] = False
+    allowed[:, own, own] = True
+    dtype = next(lm.model.parameters()).dtype
+    mask = torch.zeros(allowed.shape, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)
+    return resume(
+        lm,
+        torch.cat([input_ids, input_ids.gather(1, rows)], dim=1),
+        layer,
+        torch.cat([state, patch.to(state)], dim=1),
+        rows=own.expand(batch, n),
+        position_ids=position.to(lm.device),
+        attention_mask=mask[:, None].to(lm.device),
+    )
+
+
+@torch.no_grad()
+def appends_exactly(
+    lm: LanguageModel, input_ids: torch.Tensor, states: Sequence[torch.Tensor]
+) -> bool:
+    """Whether :func:`resume_single` agrees with one forward pass per patched position.
+
+    Parameters
+    ----------
+    lm : LanguageModel
+    input_ids : torch.Tensor, shape (batch, position)
+    states : sequence of L + 1 tensors, shape (batch, position, dim)
+        Clean states of these windows.
+
+    Returns
+    -------
+    bool
+        True when both agree to 1e-3 of the logits' spread at two layers and three positions.
+    """
+    ids, length = input_ids[:1].cpu(), input_ids.shape[1]
+    rows = torch.tensor([[1 % length, length // 2, length - 1]])
+    for layer in sorted({1, lm.n_layers}):
+        clean = states[layer][:1]
+        patch = clean[:, rows[0]].flip(1) * 0.9  # states of this layer, at other positions
+        try:
+            quick = resume_single(lm, ids, layer, clean, patch, rows)
+        except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError):
+            return False  # the model takes no position ids or no such mask
+        each = clean.repeat(3, 1, 1)
+        each[torch.arange(3), rows[0]] = patch[0]
+        slow = resume(lm, ids.repeat(3, 1), layer, each, rows=rows.T)
+        if not float((quick[0] - slow[:, 0]).abs().max()) <= 1e-3 * float(slow.std()):
+            return False
+    return True
 
 
 @contextmanager
 def head_rows(lm: LanguageModel, rows: torch.Tensor) -> Iterator[None]:
-    """Within, the language-model head sees only position ``rows[i]`` of batch row i."""
+    """Within, the language-model head sees only positions ``rows[i]`` of batch row i."""
 
     def gather(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        hidden = args[0]
-        index = rows.to(hidden.device)
-        return (hidden[torch.arange(len(index), device=hidden.device), index][:, None], *args[1:])
+        return (_take(args[0], rows), *args[1:])
 
     head: Any = lm.model.get_output_embeddings()
     handle = head.register_forward_pre_hook(gather)
@@ -177,6 +265,12 @@ def head_rows(lm: LanguageModel, rows: torch.Tensor) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+def _take(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """``tensor[i, rows[i]]`` for every batch row i: (batch, n, ...)."""
+    rows = rows.to(tensor.device)
+    return tensor[torch.arange(len(rows), device=tensor.device)[:, None], rows]
 
 
 @contextmanager

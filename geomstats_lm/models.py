@@ -7,7 +7,8 @@ Loaded by hub id, folder or GGUF file, a model proves on one tiny forward that
 from __future__ import annotations
 
 import hashlib
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,23 +79,15 @@ def load_model(
     >>> model.n_layers, model.dim
     (6, 192)
     """
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}: accepted are {', '.join(DTYPES)}")
-    path = Path(name_or_path)
-    local = path.exists()
-    if not local and (path.is_absolute() or str(name_or_path).startswith(".")):
-        raise FileNotFoundError(f"name_or_path: there is no model folder or file {path}")
-    where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    source = str(name_or_path)
-    if local and path.suffix == ".gguf":
-        source, where["gguf_file"] = str(path.parent), path.name
-    elif local and not (path / "config.json").exists():
-        raise FileNotFoundError(
-            f"name_or_path: folder {path} holds no config.json, so no transformers model"
-        )
+    if str(device).startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device={device!r}: no CUDA device is available here")
+    tokenizer = load_tokenizer(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
+    source, where = _source(name_or_path, revision, trust_remote_code)
     try:
         config = AutoConfig.from_pretrained(source, **where)
     except OSError as error:
@@ -119,23 +112,95 @@ def load_model(
                 config, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code
             )
     else:
-        try:
-            model = auto.from_pretrained(source, config=config, dtype=DTYPES[dtype], **where)
-        except ValueError as error:
-            raise UnsupportedModelError(f"{source}: {error}") from None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, **where)
-    except (OSError, ValueError, KeyError) as error:
-        raise FileNotFoundError(f"{source}: its tokenizer cannot be loaded: {error}") from None
-    if name is None:
-        name = (path.stem if path.is_file() else path.resolve().name) if local else source
-        name = f"{name}-untrained" if untrained else name
+        with _no_progress_bars():
+            try:
+                model = auto.from_pretrained(source, config=config, dtype=DTYPES[dtype], **where)
+            except (ValueError, OSError) as error:
+                raise UnsupportedModelError(f"{source}: {error}") from None
+    name = name or default_name(name_or_path, untrained=untrained)
     attrs = {
-        "model_source": source if not local else str(name_or_path),
+        "model_source": str(name_or_path),
         "revision": revision or getattr(config, "_commit_hash", None) or "",
         "untrained": int(untrained),
     }
     return as_language_model(model.to(device), tokenizer, name=name, attrs=attrs)
+
+
+def load_tokenizer(
+    name_or_path: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
+) -> Any:
+    """Load the tokenizer of a model by hub id, folder or GGUF file.
+
+    Parameters
+    ----------
+    name_or_path, revision, trust_remote_code
+        As in :func:`load_model`.
+
+    Returns
+    -------
+    transformers tokenizer
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no such model, or it comes without a tokenizer.
+
+    Examples
+    --------
+    >>> from geomstats_lm.datasets import example_path
+    >>> len(load_tokenizer(example_path("gpt2")))
+    4096
+    """
+    from transformers import AutoTokenizer
+
+    source, where = _source(name_or_path, revision, trust_remote_code)
+    try:
+        return AutoTokenizer.from_pretrained(source, **where)
+    except (OSError, ValueError, KeyError) as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise FileNotFoundError(
+            f"name_or_path: no tokenizer of {source!r} here or on the hub ({first})"
+        ) from None
+
+
+def default_name(name_or_path: str | Path, *, untrained: bool = False) -> str:
+    """Name of a model that was given none: its hub id, or the name of its folder or file."""
+    path = Path(name_or_path)
+    name = str(name_or_path)
+    if path.exists():
+        name = path.stem if path.is_file() else path.resolve().name
+    return f"{name}-untrained" if untrained else name
+
+
+def _source(
+    name_or_path: str | Path, revision: str | None, trust_remote_code: bool
+) -> tuple[str, dict[str, Any]]:
+    """What transformers' ``from_pretrained`` takes to load the model."""
+    path = Path(name_or_path)
+    where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    if path.suffix == ".gguf" and path.is_file():
+        return str(path.parent), {**where, "gguf_file": path.name}
+    looks_local = path.is_absolute() or str(name_or_path).startswith((".", "~"))
+    if not path.exists() and (looks_local or path.suffix == ".gguf" or len(path.parts) > 2):
+        raise FileNotFoundError(f"name_or_path: there is no model folder or file {path}")
+    if path.exists() and not (path / "config.json").exists():
+        raise FileNotFoundError(
+            f"name_or_path: {path} holds no config.json, so it is no transformers model"
+        )
+    return str(name_or_path), where
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    from transformers.utils import logging
+
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
 
 
 def as_language_model(
@@ -312,10 +377,10 @@ def _check_resume(
                 f"{float((again - logits).abs().max()):.3g}: state passes beside the blocks' output"
             )
     # A model may reshape before its head; then all positions are computed and one is taken.
-    rows = torch.tensor([3, 5])
+    rows = torch.tensor([[3], [5]])
     try:
         picked = resume(replace(lm, gathers_rows=True), ids, lm.n_layers, seen[-1][2], rows=rows)
-        expected = logits[torch.arange(2), rows.to(logits.device)][:, None]
+        expected = logits[torch.arange(2), rows[:, 0]][:, None]
         gathers = picked.shape == expected.shape and torch.allclose(
             picked, expected, rtol=1e-3, atol=1e-3
         )
