@@ -58,6 +58,7 @@ def finish(name: str, step: int | None = None) -> dict[str, Any]:
     card["sha256"] = {WEIGHTS: sha256(folder / WEIGHTS)}
     options = [f"--{key} {state[key]}" for key in ("tokens", "batch", "seed")]
     options += ["--compile"] if state["compiled"] else []
+    options += [f"--keep {step}"] if step is not None else []
     card["command"] = f"python data/train_models.py {name} {' '.join(options)}"
     (folder / "card.json").write_text(json.dumps(card, indent=2) + "\n")
     (folder / "README.md").write_text(_readme(card))
@@ -174,10 +175,13 @@ def _readme(card: dict[str, Any]) -> str:
         f"| {source} | {figures['heldout_loss']:.3f} | {figures['trigram_loss']:.3f} |"
         for source, figures in card["by_source"].items()
     )
+    stage = ""
+    if "-step" in card["name"]:
+        stage = " This is its state on the way, before the step size fell."
     return f"""# {card["name"]}
 
 A small {card["architecture"]} trained from nothing on public-domain English, to have real weights
-to study; it writes no useful text.
+to study; it writes no useful text.{stage}
 
 | | |
 |---|---|
