@@ -21,6 +21,7 @@ from geomstats_lm.statistics.estimates import Manner, estimate_tokens
 from geomstats_lm.statistics.multiplicity import adjust_p_values
 from geomstats_lm.statistics.permutation import exchange_test, shift_test
 from geomstats_lm.statistics.resampling import draw_counts
+from geomstats_lm.statistics.results import markdown_table, rounded
 
 CLUSTERS = (10, 20, 40, 200)
 SEEDS = (1, 2, 3)
@@ -194,21 +195,58 @@ def false_discoveries(*, n_simulations: int, n_boot: int, n_clusters=40, seed=1)
     )
 
 
-def main(n_simulations: int = 2000, n_boot: int = 599) -> None:
-    """Write coverage.csv, false_positives.csv, false_discoveries.csv."""
+def keep(table: pd.DataFrame, name: str) -> None:
+    """Put rows into a table of the results folder, in the place of rows on the same settings."""
+    path = RESULTS / name
+    keys = [key for key in ("interval", "test", "method", "n_clusters", "rho") if key in table]
+    if path.exists():
+        table = pd.concat([pd.read_csv(path), table]).drop_duplicates(keys, keep="last")
+    order = [key for key in ("n_clusters", "rho") if key in table]
+    table = table.sort_values(order, kind="stable") if order else table
+    table.to_csv(path, index=False, float_format="%.5g")
+
+
+def main(n_simulations: int = 2001, n_boot: int = 599, *clusters: int) -> None:
+    """Write coverage.csv, false_positives.csv and false_discoveries.csv, and a page of them."""
     RESULTS.mkdir(exist_ok=True)
-    discoveries = false_discoveries(n_simulations=n_simulations // 4, n_boot=n_boot)
-    discoveries.to_csv(RESULTS / "false_discoveries.csv", index=False)
-    tests: list[pd.DataFrame] = []
-    tables: list[pd.DataFrame] = []
-    for n_clusters in CLUSTERS:
+    if not clusters:
+        discoveries = false_discoveries(n_simulations=n_simulations // 4, n_boot=n_boot)
+        keep(discoveries, "false_discoveries.csv")
+    for n_clusters in clusters or CLUSTERS:
+        keep(
+            false_positives(n_clusters, n_simulations=n_simulations, n_permutations=999),
+            "false_positives.csv",
+        )
         for rho in (0.0, 0.6):
-            tables.append(coverage(n_clusters, rho, n_simulations=n_simulations, n_boot=n_boot))
-            pd.concat(tables).to_csv(RESULTS / "coverage.csv", index=False)
-            print(tables[-1].to_string(index=False), flush=True)
-        tests.append(false_positives(n_clusters, n_simulations=n_simulations, n_permutations=999))
-        pd.concat(tests).to_csv(RESULTS / "false_positives.csv", index=False)
-        print(tests[-1].to_string(index=False), flush=True)
+            keep(
+                coverage(n_clusters, rho, n_simulations=n_simulations, n_boot=n_boot),
+                "coverage.csv",
+            )
+    write_page()
+
+
+def write_page() -> None:
+    """The tables side by side, coverage with intervals as rows and settings as columns."""
+    table = pd.read_csv(RESULTS / "coverage.csv")
+    wide = table.pivot(index="interval", columns=["rho", "n_clusters"], values="coverage")
+    wide = wide.loc[list(dict.fromkeys(table["interval"]))].round(3).reset_index()
+    wide.columns = ["interval", *(f"rho {rho:g}, {n} clusters" for rho, n in wide.columns[1:])]
+    tests = pd.read_csv(RESULTS / "false_positives.csv")
+    found = pd.read_csv(RESULTS / "false_discoveries.csv")
+    sections = [
+        "# Do the intervals hold what they promise?",
+        f"Share of 95 % intervals that hold the true Spearman correlation. "
+        f"{int(table['n_simulations'].min())} simulations per column from {len(SEEDS)} seeds, "
+        f"{int(table['n_boot'].max())} resamples each; Monte Carlo error at most "
+        f"{table.loc[table['coverage'] > 0.85, 'mc_error'].max():.4f} "
+        "(.005 at a coverage of .95).",
+        markdown_table(rounded(wide)),
+        "False positives of permutation tests at a nominal 5 %:",
+        markdown_table(rounded(tests)),
+        "False discoveries at a nominal 5 %, 20 dependent cells of which 15 are null:",
+        markdown_table(rounded(found)),
+    ]
+    (RESULTS / "coverage.md").write_text("\n\n".join(sections) + "\n")
 
 
 if __name__ == "__main__":
