@@ -9,7 +9,6 @@ compared.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -36,6 +35,7 @@ from geomstats_lm.statistics.pooling import RankCorrelation, arrange, as_replica
 from geomstats_lm.statistics.resampling import INTERVALS, draw_counts
 from geomstats_lm.statistics.rows import (
     Permutations,
+    available_cpus,
     in_order,
     level_rows,
     observations,
@@ -199,7 +199,7 @@ def rank_correlation(
     }
     manner = Manner(method, partial == "semipartial", interval, level)
     arguments = (populations, counts)
-    with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(workers or available_cpus()) as pool:
         if unit == "token":
             rows = token_rows(data, selection, *arguments, pool, manner, decompose_by, permutations)
         else:
