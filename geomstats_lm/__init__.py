@@ -11,7 +11,33 @@ Names are imported on first use, so that ``import geomstats_lm`` does not wait f
 from __future__ import annotations
 
 import importlib
-from typing import Any
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from geomstats_lm.class_labels import register_function_class as register_function_class
+    from geomstats_lm.corpus import read_corpus as read_corpus
+    from geomstats_lm.corpus import windows as windows
+    from geomstats_lm.cube import open_cube as open_cube
+    from geomstats_lm.cube import open_study as open_study
+    from geomstats_lm.decompose import decompose as decompose
+    from geomstats_lm.extract import extract as extract
+    from geomstats_lm.geometry import geometry as geometry
+    from geomstats_lm.models import as_language_model as as_language_model
+    from geomstats_lm.models import load_model as load_model
+    from geomstats_lm.perturb import perturb as perturb
+    from geomstats_lm.statistics import adjust as adjust
+    from geomstats_lm.statistics import cluster_bootstrap as cluster_bootstrap
+    from geomstats_lm.statistics import compare_correlations as compare_correlations
+    from geomstats_lm.statistics import meta_analysis as meta_analysis
+    from geomstats_lm.statistics import mixed_model as mixed_model
+    from geomstats_lm.statistics import ols as ols
+    from geomstats_lm.statistics import quantile_regression as quantile_regression
+    from geomstats_lm.statistics import rank_correlation as rank_correlation
+    from geomstats_lm.statistics import test_distinct as test_distinct
+    from geomstats_lm.study import run_study as run_study
+    from geomstats_lm.verify import verify_study as verify_study
 
 __version__ = "0.1.0"
 
@@ -20,17 +46,40 @@ _PUBLIC = {
     "read_corpus": "corpus",
     "windows": "corpus",
     "load_model": "models",
+    "as_language_model": "models",
     "extract": "extract",
     "open_study": "cube",
     "open_cube": "cube",
+    "verify_study": "verify",
     "decompose": "decompose",
+    "register_function_class": "class_labels",
     "geometry": "geometry",
     "perturb": "perturb",
     "rank_correlation": "statistics",
+    "compare_correlations": "statistics",
+    "cluster_bootstrap": "statistics",
+    "meta_analysis": "statistics",
+    "mixed_model": "statistics",
+    "ols": "statistics",
+    "quantile_regression": "statistics",
+    "test_distinct": "statistics",
+    "adjust": "statistics",
     "run_study": "study",
 }
 
 __all__ = [*_PUBLIC, "__version__"]
+
+
+class _Package(types.ModuleType):
+    """Some verbs have the name of their room; here the name always means the verb."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, types.ModuleType) and _PUBLIC.get(name) == name:
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,283 @@
+"""How are all local maps of one token fitted in one pass that stays in cache?
+
+With the k neighbours as rows of X (centred on their mean) and their updates D, one half Gram
+``C = X X'`` and one Cholesky factor of ``C + lambda I`` per ridge give every class's prediction as
+a combination ``W D`` of the k updates, ``w = (C + lambda I)^-1 X x``; no d x d matrix appears.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from geomstats_lm.linear_kernels import (
+    FAST,
+    cholesky,
+    dot_double,
+    double_gram,
+    half_gram,
+    inverse_trace,
+    positive_pivots,
+    solve_cholesky,
+)
+from geomstats_lm.spectral_kernels import low_rank_combination
+
+# Kinds of local maps, in the numbering that the kernel and its caller share.
+LOCAL_MEAN, SCALAR, DIAGONAL, LINEAR, AFFINE, LOW_RANK = range(6)
+
+
+@njit(nogil=True, cache=True, fastmath=FAST)
+def fit_neighbourhoods(  # type: ignore[no-untyped-def]
+    queries,
+    neighbours,
+    weights,
+    states,
+    centre,
+    targets,
+    factor_centred,
+    factor_ridge,
+    kinds,
+    factors,
+    ridges,
+    ranks,
+    predictions,
+    reconstructions,
+    reconstructed,
+    effective_df,
+    spectral,
+):
+    """Fit all local maps of each query and predict its target.
+
+    Parameters
+    ----------
+    queries : (n, d) float32
+        States about ``centre``.
+    neighbours : (n, k) int64
+        Rows of ``states`` and ``targets``.
+    weights : (n, k) float32, each row summing to one
+    states, targets : (N, d) float32
+        Reference states about ``centre``, and their updates (or next states).
+    centre : (d,) float32
+    factor_centred : (f,) bool; factor_ridge : (f,) float64
+        The distinct systems to factorize: on centred or raw states, with which rho.
+    kinds, factors, ranks : (c,) int64; ridges : (c,) float64
+        One entry per class: its kind, its system (-1: none), its rank, its rho.
+    predictions : (c, n, d) float32, written
+    reconstructions : (c,) int64
+        Row of ``reconstructed`` (r, n, d) that receives X' w of the class, -1 for none.
+    effective_df : (c, n) float32 or (0, 0), written
+    spectral : None, or True where a class of kind LOW_RANK is among them
+        None leaves its code out of the compilation.
+    """
+    n, k = neighbours.shape
+    d = queries.shape[1]
+    padded = (k + 3) // 4 * 4
+    n_classes = kinds.size
+    n_factors = factor_ridge.size
+    X = np.zeros((padded, d), dtype=np.float32)
+    mean = np.empty(d, dtype=np.float32)
+    offset = np.empty(d, dtype=np.float32)
+    raw_mean = np.empty(d, dtype=np.float32)
+    target_mean = np.empty(d, dtype=np.float32)
+    gram = np.zeros((padded, padded), dtype=np.float64)
+    precise = k > d  # K is singular then, and rounding must not fill its null space
+    system = np.empty((k, k), dtype=np.float64)
+    lower = np.zeros((n_factors, k, k), dtype=np.float64)
+    solution = np.zeros((n_factors, k), dtype=np.float64)
+    penalty = np.zeros(n_factors, dtype=np.float64)
+    trace_df = np.zeros(n_factors, dtype=np.float64)
+    along_query = np.zeros(k, dtype=np.float64)
+    along_mean = np.zeros(k, dtype=np.float64)
+    root = np.ones(k, dtype=np.float32)
+    combination = np.zeros((n_classes, k), dtype=np.float32)
+    want_df = effective_df.size > 0
+    if spectral is not None:
+        target_rows = np.zeros((padded, d), dtype=np.float32)
+        target_gram = np.zeros((padded, padded), dtype=np.float32)
+        work = np.zeros((4, k, k), dtype=np.float64)
+        weighted = np.zeros(k, dtype=np.float64)
+    for i in range(n):
+        # 1. gather, and centre on the neighbours' own mean: differences of near states are exact
+        for p in range(d):
+            mean[p] = 0
+        for j in range(k):
+            row = states[neighbours[i, j]]
+            share = weights[i, j]
+            for p in range(d):
+                X[j, p] = row[p]
+                mean[p] += share * row[p]
+        for j in range(k):
+            root[j] = np.sqrt(weights[i, j] * np.float32(k))
+            scale = root[j]
+            for p in range(d):
+                X[j, p] = scale * (X[j, p] - mean[p])
+        mean_square = 0.0
+        mean_offset = 0.0
+        for p in range(d):
+            offset[p] = queries[i, p] - mean[p]
+            raw_mean[p] = mean[p] + centre[p]
+            mean_square += np.float64(raw_mean[p]) * np.float64(raw_mean[p])
+            mean_offset += np.float64(raw_mean[p]) * np.float64(offset[p])
+        # 2. one half Gram and two projections serve every system
+        if n_factors > 0:
+            if precise:
+                double_gram(X, X, gram, True)
+            else:
+                half_gram(X, gram)
+        trace = 0.0
+        for j in range(k):
+            row = X[j]
+            a = np.float32(0)
+            b = np.float32(0)
+            own = np.float32(0)
+            for p in range(d):
+                a += row[p] * offset[p]
+                b += row[p] * raw_mean[p]
+                own += row[p] * row[p]
+            along_query[j] = dot_double(row, offset) if precise else np.float64(a)
+            along_mean[j] = dot_double(row, raw_mean) if precise else np.float64(b)
+            trace += np.float64(own)
+        raw_trace = trace
+        for j in range(k):
+            raw_trace += root[j] * (2 * along_mean[j] + root[j] * mean_square)
+        # 3. factorize and solve each distinct system
+        for f in range(n_factors):
+            centred = factor_centred[f]
+            for a_row in range(k):
+                for b_row in range(a_row + 1):
+                    value = np.float64(gram[a_row, b_row])
+                    if not centred:
+                        value += (
+                            root[a_row] * along_mean[b_row]
+                            + root[b_row] * along_mean[a_row]
+                            + root[a_row] * root[b_row] * mean_square
+                        )
+                    system[a_row, b_row] = value
+                solution[f, a_row] = along_query[a_row]
+                if not centred:
+                    solution[f, a_row] += along_mean[a_row] + root[a_row] * (
+                        mean_offset + mean_square
+                    )
+            penalty[f] = factor_ridge[f] * (trace if centred else raw_trace) / min(k, d)
+            penalty[f] += 1e-6 * mean_square
+            for a_row in range(k):
+                system[a_row, a_row] += penalty[f]
+            cholesky(system, lower[f], 1e-13)
+            solve_cholesky(lower[f], solution[f])
+            if want_df:
+                trace_df[f] = k - penalty[f] * inverse_trace(lower[f], system)
+                if penalty[f] <= 0:
+                    trace_df[f] = positive_pivots(lower[f])
+        # 4. each class as weights on the k targets
+        for c in range(n_classes):
+            f = factors[c]
+            if kinds[c] == LINEAR:
+                for j in range(k):
+                    combination[c, j] = root[j] * solution[f, j]
+            elif kinds[c] == AFFINE:
+                total = 0.0
+                for j in range(k):
+                    total += root[j] * solution[f, j]
+                for j in range(k):
+                    combination[c, j] = root[j] * solution[f, j] + weights[i, j] * (1 - total)
+            elif kinds[c] == LOCAL_MEAN or kinds[c] == DIAGONAL:
+                for j in range(k):
+                    combination[c, j] = weights[i, j]
+            else:
+                for j in range(k):
+                    combination[c, j] = 0
+        if spectral is not None:
+            for j in range(k):
+                row = targets[neighbours[i, j]]
+                for p in range(d):
+                    target_rows[j, p] = root[j] * row[p]
+            half_gram(target_rows, target_gram)
+            for c in range(n_classes):
+                if kinds[c] == LOW_RANK:
+                    f = factors[c]
+                    rank = min(ranks[c], k)
+                    low_rank_combination(
+                        target_gram, lower[f], penalty[f], solution[f], rank, work, weighted
+                    )
+                    for j in range(k):
+                        combination[c, j] = root[j] * weighted[j]
+        for c in range(n_classes):
+            for p in range(d):
+                predictions[c, i, p] = 0
+        for j in range(k):
+            row = targets[neighbours[i, j]]
+            for c in range(n_classes):
+                share = combination[c, j]
+                out = predictions[c, i]
+                for p in range(d):
+                    out[p] += share * row[p]
+        # 5. the classes that are no combination of targets, and what else is asked for
+        for c in range(n_classes):
+            if kinds[c] == DIAGONAL:
+                for p in range(d):
+                    target_mean[p] = predictions[c, i, p]
+                df = diagonal_prediction(
+                    X, neighbours[i], root, targets, target_mean, offset, ridges[c],
+                    predictions[c, i],
+                )  # fmt: skip
+                if want_df:
+                    effective_df[c, i] = df
+            elif kinds[c] == SCALAR:
+                cross = 0.0
+                for j in range(k):
+                    row = targets[neighbours[i, j]]
+                    scale = root[j]
+                    part = np.float32(0)
+                    for p in range(d):
+                        part += (X[j, p] + scale * raw_mean[p]) * row[p]
+                    cross += scale * part
+                size = raw_trace * (1 + ridges[c])
+                slope = np.float32(cross / size if size > 0 else 0.0)
+                for p in range(d):
+                    predictions[c, i, p] = slope * (queries[i, p] + centre[p])
+                if want_df:
+                    effective_df[c, i] = 1 / ((1 + ridges[c]) * d)
+            elif want_df:
+                if kinds[c] == LOCAL_MEAN:
+                    effective_df[c, i] = 1
+                elif kinds[c] == LINEAR:
+                    effective_df[c, i] = trace_df[factors[c]]
+                elif kinds[c] == AFFINE:
+                    effective_df[c, i] = 1 + trace_df[factors[c]]
+                elif kinds[c] == LOW_RANK:
+                    rank = min(ranks[c], trace_df[factors[c]])
+                    effective_df[c, i] = rank * (trace_df[factors[c]] + d - rank) / d
+            if reconstructions[c] >= 0:
+                out = reconstructed[reconstructions[c], i]
+                for p in range(d):
+                    out[p] = 0
+                for j in range(k):
+                    share = combination[c, j]
+                    row = states[neighbours[i, j]]
+                    for p in range(d):
+                        out[p] += share * (row[p] + centre[p])
+
+
+@njit(nogil=True, cache=True, fastmath=FAST)
+def diagonal_prediction(X, rows, root, targets, target_mean, offset, ridge, out):  # type: ignore[no-untyped-def]
+    """One regression per dim, each slope shrunk by rho times the mean variation of the dims."""
+    k, d = rows.size, out.size
+    cross = np.zeros(d, dtype=np.float32)
+    variation = np.zeros(d, dtype=np.float32)
+    for j in range(k):
+        target = targets[rows[j]]
+        scale = root[j]
+        for p in range(d):
+            cross[p] += X[j, p] * (scale * (target[p] - target_mean[p]))
+            variation[p] += X[j, p] * X[j, p]
+    total = 0.0
+    for p in range(d):
+        total += variation[p]
+    shrinkage = np.float32(ridge * total / d)
+    df = 0.0
+    for p in range(d):
+        size = variation[p] + shrinkage
+        if size > 0:
+            out[p] = target_mean[p] + offset[p] * (cross[p] / size)
+            df += variation[p] / size
+    return 1 + df / d

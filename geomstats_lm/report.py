@@ -1,0 +1,352 @@
+"""What did a study find?  One row per model, layer group and function class.
+
+Means over usable evaluation tokens within a layer, then over the layers of a group; correlations
+pooled as ``tanh(mean of arctanh(rho_l))``; ``damage_ratio = sum KL / sum KL_control``.  Layer 1,
+the step from the embedding, is always a group of its own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import xarray as xr
+
+from geomstats_lm.cube import open_leaf, settings_of, write_leaf
+from geomstats_lm.declaration import StudyConfig, key_of
+from geomstats_lm.statistics import RankCorrelation, rank_correlation
+from geomstats_lm.statistics.resampling import bootstrap_interval, draw_counts
+
+MEANS = (
+    "relative_error", "cos_update_tokenwise", "forced_cos_update_tokenwise", "cos_centred",
+    "forced_cos_centred", "angle_residual_tokenwise", "cos_next_state_tokenwise",
+    "cos_next_state_state",
+)  # fmt: skip
+
+
+def write_report_files(config: StudyConfig, *, progress: bool = True) -> pd.DataFrame:
+    """Write a study's ``table.csv``, ``table.md``, ``correlations.csv`` and ``figures/``.
+
+    Parameters
+    ----------
+    config : StudyConfig
+        A study whose leaves are all finished.
+    progress : bool
+        Show a progress bar.
+
+    Returns
+    -------
+    pandas.DataFrame
+        The main table, unrounded.
+    """
+    from tqdm.auto import tqdm
+
+    from geomstats_lm.plots import study_figures
+
+    tables, correlations = [], []
+    for model in tqdm(config.models, desc="statistics", disable=not progress, leave=False):
+        key = key_of(model)
+        geometry = open_leaf(config.store, key, "geometry")
+        perturbation = open_leaf(config.store, key, "perturbation")
+        correlation = correlate(
+            geometry, perturbation, **config.correlate.model_dump(), progress=False
+        )
+        correlations.append(correlation.tidy())
+        tables.append(main_table(geometry, perturbation, correlation))
+    table = pd.concat(tables, ignore_index=True)
+    output = Path(config.output)
+    table.to_csv(output / "table.csv", index=False)
+    per_layer = pd.concat(correlations, ignore_index=True)
+    per_layer.to_csv(output / "correlations.csv", index=False)
+    write_leaf(
+        xr.Dataset.from_dataframe(per_layer.rename_axis("row")), config.store, "statistics",
+        "rank_correlation", settings=config.correlate.model_dump(), overwrite=True, progress=False,
+    )  # fmt: skip
+    (output / "table.md").write_text(table_markdown(table), encoding="utf-8")
+    figures = output / "figures"
+    figures.mkdir(exist_ok=True)
+    geometries = [open_leaf(config.store, key_of(m), "geometry") for m in config.models]
+    damages = [open_leaf(config.store, key_of(m), "perturbation") for m in config.models]
+    for name, figure in study_figures(geometries, damages, per_layer).items():
+        figure.savefig(figures / f"{name}.png", dpi=150, bbox_inches="tight")
+    return table
+
+
+def correlate(
+    geometry: xr.Dataset,
+    perturbation: xr.Dataset,
+    formula: str = "kl ~ residual_norm",
+    *,
+    progress: bool = True,
+    **options: Any,
+) -> RankCorrelation:
+    """Correlate size of residual and output damage over tokens, layer by layer.
+
+    Parameters
+    ----------
+    geometry, perturbation : xarray.Dataset
+        Leaves of one model.
+    formula : str
+        Any variables of the two.
+    progress : bool
+        Unused; correlations of one model take seconds.
+    **options
+        Passed to :func:`geomstats_lm.rank_correlation`.
+
+    Returns
+    -------
+    RankCorrelation
+        One row per model, function class, positions and layer.
+    """
+    shared = [c for c in perturbation.function_class.values if c in geometry.function_class.values]
+    layers = perturbation.layer.values
+    merged = xr.merge(
+        [
+            geometry.sel(function_class=shared, layer=layers),
+            perturbation.drop_vars("damage_ratio").sel(function_class=shared),
+        ],
+        join="exact",
+        compat="override",
+        combine_attrs="drop_conflicts",
+    )
+    return rank_correlation(merged, formula, **options)
+
+
+def layer_groups(layers: np.ndarray) -> dict[str, list[int]]:
+    """Groups of layers for tables: the first by itself, the others in thirds.
+
+    Parameters
+    ----------
+    layers : array of int
+        Layers 1..L.
+
+    Returns
+    -------
+    dict of str to list of int
+
+    Examples
+    --------
+    >>> layer_groups([1, 2, 3, 4, 5, 6])
+    {'1 (embedding)': [1], '2-3 (early)': [2, 3], '4-5 (middle)': [4, 5], '6 (late)': [6]}
+    """
+    numbers = sorted(int(v) for v in layers)
+    groups = {"1 (embedding)": [1]} if 1 in numbers else {}
+    rest = [v for v in numbers if v != 1]
+    for name, part in zip(("early", "middle", "late"), np.array_split(rest, 3)):
+        if len(part):
+            span = f"{part[0]}" if len(part) == 1 else f"{part[0]}-{part[-1]}"
+            groups[f"{span} ({name})"] = [int(v) for v in part]
+    return groups
+
+
+def main_table(
+    geometry: xr.Dataset, perturbation: xr.Dataset, correlation: RankCorrelation
+) -> pd.DataFrame:
+    """The main table of one model.
+
+    Parameters
+    ----------
+    geometry, perturbation : xarray.Dataset
+        Leaves of one model.
+    correlation : RankCorrelation
+        Over layers, from :func:`correlate`.
+
+    Returns
+    -------
+    pandas.DataFrame
+        One row per layer group and function class, unrounded; ``spearman_*`` and
+        ``damage_ratio_*`` for each way of patching, with ``*_low`` and ``*_high``.
+    """
+    level = correlation.settings["level"]
+    method = correlation.settings["method"]
+    n_boot, seed = correlation.settings["n_boot"], correlation.settings["seed"]
+    groups = layer_groups(geometry.layer.values)
+    made = settings_of(geometry).get("decomposition", {})
+    columns = [*MEANS, "r2_centred", "explained", "n", "n_massive", "n_reference"]
+    layered = geometry[[c for c in columns if c in geometry]]
+    layered = layered.map(lambda v: v.mean("token") if "token" in v.dims else v).compute()
+    present = {v: g for v, g in _patched_groups(groups, perturbation).items() if g}
+    pooled = correlation.pool(over="layer", groups=present).tidy()
+    pooled_rows = pooled.set_index(["function_class", "positions", "layer_group"]).to_dict("index")
+    ratios = _damage_ratios(perturbation, present, n_boot=n_boot, seed=seed, level=level)
+    rows = []
+    for group, members in groups.items():
+        inside = layered.sel(layer=members).mean("layer")
+        for label in geometry.function_class.values:
+            one = inside.sel(function_class=label)
+            row: dict[str, Any] = {
+                "model": str(geometry.model.values[0]),
+                "architecture": geometry.attrs.get("architecture", ""),
+                "untrained": bool(geometry.attrs.get("untrained", 0)),
+                "layer_group": group,
+                "function_class": str(label),
+                "k": made.get("k"),
+                **{str(name): float(one[name].values.item()) for name in layered},
+            }
+            for mode in perturbation.positions.values:
+                key = (label, mode, group)
+                found: Any = pooled_rows.get(key, {})
+                name = f"{method}_{mode}"
+                row[name] = found.get("estimate", np.nan)
+                row[f"{name}_low"] = found.get("conf_low", np.nan)
+                row[f"{name}_high"] = found.get("conf_high", np.nan)
+                row[f"{name}_reason"] = found.get("reason", "")
+                row["n_clusters"] = found.get("n_clusters", row.get("n_clusters", np.nan))
+                for part, value in ratios.get(key, {}).items():
+                    row[f"damage_ratio_{mode}{part}"] = value
+            rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _patched_groups(groups: dict[str, list[int]], perturbation: xr.Dataset) -> dict[str, list[int]]:
+    there = set(perturbation.layer.values.tolist())
+    return {name: [v for v in members if v in there] for name, members in groups.items()}
+
+
+def _damage_ratios(
+    perturbation: xr.Dataset,
+    groups: dict[str, list[int]],
+    *,
+    n_boot: int,
+    seed: int,
+    level: float,
+) -> dict[tuple[str, str, str], dict[str, float]]:
+    """Ratio of summed KL to that of the first control, with a cluster bootstrap over documents."""
+    real = perturbation["kl"].isel(model=0)
+    control = perturbation["kl_control"].isel(model=0, control=0).mean("draw")
+    documents, codes = np.unique(perturbation.document.values, return_inverse=True)
+    counts = draw_counts(
+        len(documents), n_boot, seed=seed, label=str(perturbation.model.values[0])
+    ).astype(float)
+    ratios = {}
+    for label in real.function_class.values:
+        for mode in real.positions.values:
+            where = {"function_class": label, "positions": mode}
+            sums = [_document_sums(v.sel(where).compute(), codes) for v in (real, control)]
+            for group, members in groups.items():
+                at = np.isin(real.layer.values, members)
+                above, below = (s[at].sum(axis=0) for s in sums)
+                estimate = _ratio(above.sum(), below.sum())
+                replicates = _ratio(above @ counts, below @ counts)
+                low, high, _, _ = bootstrap_interval(float(estimate), replicates, level=level)
+                ratios[str(label), str(mode), group] = {
+                    "": float(estimate), "_low": low, "_high": high,
+                }  # fmt: skip
+    return ratios
+
+
+def _document_sums(values: xr.DataArray, codes: np.ndarray) -> np.ndarray:
+    filled = np.nan_to_num(values.transpose("layer", "token").values)
+    return np.stack([np.bincount(codes, weights=row) for row in filled])
+
+
+def _ratio(above: Any, below: Any) -> np.ndarray:
+    below = np.asarray(below, dtype=float)
+    return np.divide(above, below, out=np.full(below.shape, np.nan), where=below > 0)
+
+
+def display_table(table: pd.DataFrame) -> pd.DataFrame:
+    """The main table rounded for reading, an estimate and its interval or forced value a cell."""
+    method = next(c for c in ("spearman", "kendall", "pearson") if f"{c}_single" in table
+                  or f"{c}_all" in table)  # fmt: skip
+    shown = pd.DataFrame({"model": table["model"], "layers": table["layer_group"]})
+    shown["function class"] = table["function_class"]
+    if "n_reference" in table:
+        shown["N"] = [f"{n:,.0f}" for n in table["n_reference"]]
+    shown["error"] = [_number(v) for v in table["relative_error"]]
+    shown["cos (forced)"] = [
+        _beside(a, b)
+        for a, b in zip(table["cos_update_tokenwise"], table["forced_cos_update_tokenwise"])
+    ]
+    shown["centred (forced)"] = [
+        _beside(a, b) for a, b in zip(table["cos_centred"], table["forced_cos_centred"])
+    ]
+    for mode in ("single", "all"):
+        for name, title in ((f"{method}_{mode}", method), (f"damage_ratio_{mode}", "ratio")):
+            if name in table:
+                shown[f"{title} {mode}"] = [
+                    f"{_number(v)} [{_number(low)}, {_number(high)}]" if np.isfinite(v) else "–"
+                    for v, low, high in zip(
+                        table[name], table[f"{name}_low"], table[f"{name}_high"]
+                    )
+                ]
+    return shown
+
+
+def table_notes(table: pd.DataFrame) -> list[str]:
+    """Sentences that a reader of the main table needs."""
+    tokens = ", ".join(
+        f"{model}: {part['n'].iloc[0]:,.0f} evaluation tokens a layer in "
+        f"{part['n_clusters'].max():.0f} documents, {part['n_massive'].mean():.1f} massive left out"
+        for model, part in table.groupby("model", sort=False)
+    )
+    notes = [
+        f"k = {table['k'].iloc[0]}; N reference tokens; {tokens}. First and special tokens of "
+        "every window are left out.",
+        "error: |r| / |D|. cos: update and its tokenwise part; centred: both less the mean "
+        "update. Forced: sqrt(1 - error^2), what the size of the residual gives by itself.",
+        "Correlations: size of residual and KL of the output over tokens within a layer, with "
+        "cluster-bootstrap intervals over documents. ratio: KL over that of another token's "
+        "residual scaled to the same norm. single: one position patched at a time; all: the "
+        "whole window.",
+    ]
+    untrained = table.loc[table["untrained"], "model"].unique()
+    if len(untrained):
+        notes.append(f"Untrained (fresh weights): {', '.join(untrained)}.")
+    return notes
+
+
+def table_markdown(table: pd.DataFrame) -> str:
+    """The main table and its notes as Markdown."""
+    from geomstats_lm.statistics.results import markdown_table
+
+    return "\n\n".join([markdown_table(display_table(table)), *table_notes(table)]) + "\n"
+
+
+def print_table(table: pd.DataFrame, console: Any = None) -> None:
+    """Print the main table, one block a model.
+
+    Parameters
+    ----------
+    table : pandas.DataFrame
+        From :func:`main_table` or ``table.csv``.
+    console : rich.console.Console, optional
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    if console is None:
+        console = Console()
+        if not console.is_terminal:  # a file or a pipe has no width of its own
+            console = Console(width=170)
+    shown = display_table(table)
+    for model, part in shown.groupby("model", sort=False):
+        own = table[table["model"] == model].iloc[0]
+        untrained = ", untrained" if own["untrained"] else ""
+        grid = Table(title=f"{model} ({own['architecture']}{untrained})", box=box.SIMPLE_HEAD)
+        for name in part.columns[1:]:
+            grid.add_column(
+                name, justify="left" if name in ("layers", "function class") else "right"
+            )
+        before = None
+        for row in part.iloc[:, 1:].itertuples(index=False):
+            if before is not None and row[0] != before:
+                grid.add_section()
+            grid.add_row(
+                "" if row[0] == before else row[0], *(str(v).replace("[", "\\[") for v in row[1:])
+            )
+            before = row[0]
+        console.print(grid)
+    for note in table_notes(table):
+        console.print(note, style="dim", markup=False, highlight=False)
+
+
+def _number(value: float) -> str:
+    return "–" if not np.isfinite(value) else f"{value:.2f}"
+
+
+def _beside(value: float, forced: float) -> str:
+    return "–" if not np.isfinite(value) else f"{value:.2f} ({_number(forced)})"

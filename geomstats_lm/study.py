@@ -1,0 +1,147 @@
+"""How does one file declare a whole study, and one call run it?
+
+A TOML file names models, a text and settings; :func:`run_study` takes them through the verbs in
+order, ``extract -> decompose -> geometry -> perturb -> rank_correlation``, resumes what was
+interrupted, and writes the tables and figures.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from geomstats_lm.cube import has_leaf
+from geomstats_lm.declaration import ModelSection, StudyConfig, StudyError, key_of, read_study
+
+STEPS = ("activations", "decomposition", "geometry", "perturbation")
+
+
+def run_study(
+    study: StudyConfig | str | Path, *, overwrite: bool = False, progress: bool = True
+) -> Path:
+    """Run a declared study through all verbs, resuming what is there.
+
+    Parameters
+    ----------
+    study : StudyConfig, str or Path
+        From :func:`read_study`, or its TOML file.
+    overwrite : bool
+        Redo steps that were made with other settings.
+    progress : bool
+        Show progress bars.
+
+    Returns
+    -------
+    Path
+        The output folder: ``study.zarr``, ``table.csv``, ``table.md``, ``figures/``.
+
+    Raises
+    ------
+    StudyError, FileNotFoundError, ValueError
+        If the declaration, a model or the text does not do; before anything is written.
+    SettingsError
+        If a step in the store was made with other settings and ``overwrite`` is False.
+
+    Examples
+    --------
+    >>> run_study("analyses/quickstart.toml")  # doctest: +SKIP
+    """
+    config = study if isinstance(study, StudyConfig) else read_study(study)
+    output = Path(config.output)
+    if is_finished(config):
+        return output
+    from geomstats_lm.report import write_report_files
+
+    cut = {key_of(model): cut_windows(config, model) for model in config.models}
+    for model in config.models:
+        _run_model(config, model, cut[key_of(model)], overwrite, progress)
+    write_report_files(config, progress=progress)
+    (output / "study.json").write_text(json.dumps(_fingerprint(config), indent=1), encoding="utf-8")
+    return output
+
+
+def cut_windows(config: StudyConfig, model: ModelSection) -> Any:
+    """Windows of one model of a study, checked to hold enough reference tokens for ``k``."""
+    from geomstats_lm.corpus import read_corpus, windows
+    from geomstats_lm.models import load_tokenizer
+
+    corpus = read_corpus([Path(p) for p in config.corpus], separator=config.separator)
+    tokenizer = load_tokenizer(
+        model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
+    )
+    given = config.windows
+    cut = windows(
+        corpus, tokenizer, length=given.length, n_windows=given.n_windows,
+        evaluation_share=given.evaluation_share, seed=given.seed,
+    )  # fmt: skip
+    n_reference = int(((cut.split == 0) & (cut.position > 0) & ~cut.is_special).sum())
+    if config.decompose.k > n_reference:
+        raise StudyError(
+            f"decompose.k = {config.decompose.k} is larger than the reference set of "
+            f"{n_reference} tokens that the text gives {model.path}"
+        )
+    return cut
+
+
+def _run_model(
+    config: StudyConfig, model: ModelSection, cut: Any, overwrite: bool, progress: bool
+) -> None:
+    from geomstats_lm.cube import open_node
+    from geomstats_lm.decompose import decompose
+    from geomstats_lm.extract import extract
+    from geomstats_lm.geometry import geometry
+    from geomstats_lm.models import load_model
+    from geomstats_lm.perturb import perturb
+
+    store, key = config.store, key_of(model)
+    loaded = load_model(
+        model.path, name=model.name, device=config.device, dtype=config.dtype,
+        revision=model.revision, trust_remote_code=model.trust_remote_code,
+        untrained=model.untrained, seed=model.seed,
+    )  # fmt: skip
+    how: dict[str, Any] = {"store": store, "overwrite": overwrite, "progress": progress}
+    extract(loaded, cut, dtype=config.extract.dtype, batch_size=config.extract.batch_size, **how)
+    node = open_node(store, key)
+    options = config.decompose.model_dump()
+    decompose(node, **options, device=config.device, **how)
+    geometry(open_node(store, key), **how)
+    perturb(
+        loaded,
+        open_node(store, key),
+        **{**config.perturb.model_dump(), "function_class": list(config.perturbed)},
+        batch_size=config.extract.batch_size,
+        **how,
+    )
+
+
+def is_finished(config: StudyConfig) -> bool:
+    """Whether all of the study is there, made from the same declaration and files."""
+    output = Path(config.output)
+    try:
+        before = json.loads((output / "study.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    if before != json.loads(json.dumps(_fingerprint(config))):
+        return False
+    there = all(has_leaf(config.store, key_of(m), step) for m in config.models for step in STEPS)
+    return there and (output / "table.csv").exists() and (output / "table.md").exists()
+
+
+def _fingerprint(config: StudyConfig) -> dict[str, Any]:
+    """The declaration, and size and time of the files it names."""
+    from geomstats_lm import __version__
+
+    files: dict[str, list[int]] = {}
+    for place in (*config.corpus, *(m.path for m in config.models)):
+        path = Path(place)
+        inside = sorted(path.rglob("*")) if path.is_dir() else [path]
+        for file in inside:
+            if file.is_file():
+                stat = file.stat()
+                files[str(file)] = [stat.st_size, stat.st_mtime_ns]
+    return {
+        "version": __version__,
+        "study": config.model_dump(mode="json"),
+        "files": files,
+    }
