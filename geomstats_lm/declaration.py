@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import pydantic
 
+from geomstats_lm.class_labels import parse_classes
 from geomstats_lm.cube import model_key
 from geomstats_lm.decompose import DEFAULT_CLASSES
-from geomstats_lm.function_classes import parse_classes
 
 
 class StudyError(ValueError):
@@ -73,7 +73,6 @@ class DecomposeSection(_Section):
     ridge: float | None = None
     target: Literal["update", "state"] = "update"
     metric: Literal["euclidean", "cosine", "standardized"] = "euclidean"
-
 
     @pydantic.field_validator("classes")
     @classmethod

@@ -58,7 +58,11 @@ def declare(folder: Path, name: str = "study.toml", **changes: str) -> Path:
 def test_study_writes_store_tables_and_figures(made: Path) -> None:
     out = made / "out"
     tree = open_study(out / "study.zarr")
-    assert set(tree.children) == {"tiny", "tiny-untrained"}
+    assert set(tree.children) == {"tiny", "tiny-untrained", "statistics"}
+    stored = tree["statistics/rank_correlation"].to_dataset()
+    tidy = pd.read_csv(out / "correlations.csv")
+    np.testing.assert_allclose(stored.estimate.values, tidy["estimate"])
+    assert stored.function_class.values.tolist() == tidy["function_class"].tolist()
     assert set(tree["tiny"].children) == {
         "activations", "decomposition", "geometry", "perturbation",
     }  # fmt: skip
@@ -201,7 +205,7 @@ def test_verbs_as_commands_do_what_the_study_does(made: Path) -> None:
 
 def test_every_command_has_help_with_an_example() -> None:
     runner = CliRunner()
-    for command in ("run", "extract", "decompose", "geometry", "perturb", "correlate"):
+    for command in ("run", "extract", "decompose", "geometry", "perturb", "correlate", "verify"):
         result = runner.invoke(app, [command, "--help"])
         assert result.exit_code == 0
         assert "Example: " in result.output and f"geomstats-lm {command}" in result.output
