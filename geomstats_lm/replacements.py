@@ -192,7 +192,7 @@ def _rule(label: str | None, rule: Any) -> Replacement:
         return _preset(label, rule)
     if not callable(rule):
         raise ValueError(f"replace={rule!r}: accepted are {', '.join(PRESETS)} and functions")
-    return _custom(label or getattr(rule, "__name__", "custom"), rule)
+    return _custom(label or str(getattr(rule, "__name__", "custom")), rule)
 
 
 def _preset(label: str | None, name: str) -> Replacement:
