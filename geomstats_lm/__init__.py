@@ -16,6 +16,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from geomstats_lm.class_labels import register_function_class as register_function_class
     from geomstats_lm.corpus import read_corpus as read_corpus
     from geomstats_lm.corpus import windows as windows
     from geomstats_lm.cube import open_cube as open_cube
@@ -26,8 +27,17 @@ if TYPE_CHECKING:
     from geomstats_lm.models import as_language_model as as_language_model
     from geomstats_lm.models import load_model as load_model
     from geomstats_lm.perturb import perturb as perturb
+    from geomstats_lm.statistics import adjust as adjust
+    from geomstats_lm.statistics import cluster_bootstrap as cluster_bootstrap
+    from geomstats_lm.statistics import compare_correlations as compare_correlations
+    from geomstats_lm.statistics import meta_analysis as meta_analysis
+    from geomstats_lm.statistics import mixed_model as mixed_model
+    from geomstats_lm.statistics import ols as ols
+    from geomstats_lm.statistics import quantile_regression as quantile_regression
     from geomstats_lm.statistics import rank_correlation as rank_correlation
+    from geomstats_lm.statistics import test_distinct as test_distinct
     from geomstats_lm.study import run_study as run_study
+    from geomstats_lm.verify import verify_study as verify_study
 
 __version__ = "0.1.0"
 
@@ -40,10 +50,20 @@ _PUBLIC = {
     "extract": "extract",
     "open_study": "cube",
     "open_cube": "cube",
+    "verify_study": "verify",
     "decompose": "decompose",
+    "register_function_class": "class_labels",
     "geometry": "geometry",
     "perturb": "perturb",
     "rank_correlation": "statistics",
+    "compare_correlations": "statistics",
+    "cluster_bootstrap": "statistics",
+    "meta_analysis": "statistics",
+    "mixed_model": "statistics",
+    "ols": "statistics",
+    "quantile_regression": "statistics",
+    "test_distinct": "statistics",
+    "adjust": "statistics",
     "run_study": "study",
 }
 

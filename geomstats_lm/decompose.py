@@ -14,7 +14,7 @@ import numpy as np
 import xarray as xr
 
 from geomstats_lm import layer_fits
-from geomstats_lm.function_classes import FunctionClass, parse_classes
+from geomstats_lm.class_labels import FunctionClass, parse_classes
 from geomstats_lm.layer_graph import LayerGraph
 from geomstats_lm.neighbours import METRICS
 
@@ -115,6 +115,8 @@ def decompose(
         activations, chosen, k=k, target=target, metric=metric, exclude=exclude,
         reference=reference, layers=layers, tokens=tokens, keep=keep, device=device, seed=seed,
     )  # fmt: skip
+    if any(c.name == "self_only" for c in chosen):
+        _check_model(activations, model)
     lazy = _lazy_dataset(activations, chosen, options, model)
     if store is None:
         return lazy
@@ -124,6 +126,46 @@ def decompose(
         lazy, store, str(activations["model"].values[0]), "decomposition",
         settings=_settings(activations, chosen, options), overwrite=overwrite, progress=progress,
     )  # fmt: skip
+
+
+def decomposition_of(
+    data: xr.DataTree | xr.Dataset,
+    classes: Sequence[str],
+    *,
+    windows: int | None,
+    rng: np.random.Generator,
+    ridge: float | str | None = None,
+    **options: Any,
+) -> xr.Dataset:
+    """The lazy decomposition of some random windows only, for the verbs that choose settings.
+
+    Options are those of :func:`decompose`, with the same defaults.
+    """
+    defaults = {
+        "k": 32, "target": "update", "metric": "euclidean", "exclude": "document",
+        "reference": None, "layers": None, "tokens": "evaluation", "keep": KEEP, "device": "cpu",
+        "seed": 0,
+    }  # fmt: skip
+    unknown = sorted(set(options) - set(defaults))
+    if unknown:
+        raise ValueError(f"unknown options {unknown}; accepted are {sorted(defaults)}")
+    activations = _activations(data)
+    chosen = parse_classes(classes, ridge=ridge)
+    checked = _check_options(activations, chosen, **{**defaults, **options})
+    if windows is not None:
+        rows = checked["query_rows"]
+        sequence = activations["sequence"].values[rows]
+        names = np.unique(sequence)
+        picked = rng.permutation(names)[:windows]
+        checked["query_rows"] = rows[np.isin(sequence, picked)]
+    return _lazy_dataset(activations, chosen, checked, None)
+
+
+def usable_references(data: xr.DataTree | xr.Dataset) -> int:
+    """Number of tokens that may serve as references by their labels."""
+    activations = _activations(data)
+    labels = {name: activations[name].values for name in TOKEN_COORDS}
+    return len(_reference_rows(labels, None, 0))
 
 
 def _activations(data: Any) -> xr.Dataset:
@@ -181,11 +223,24 @@ def _check_options(
         raise ValueError(f"tokens={options['tokens']!r}: data has no token with split == {wanted}")
     options["reference_rows"], options["query_rows"] = rows, queries
     options["largest_k"] = max([int(c["k"] or k) for c in classes if c.is_local], default=int(k))
-    _check_counts(labels, rows, queries, options, any(c.is_local for c in classes))
+    _check_counts(labels, rows, queries, options)
     rank_over = [c.label for c in classes if c.is_local and (c["rank"] or 0) > (c["k"] or k)]
     if rank_over:
         raise ValueError(f"classes {rank_over} ask for a rank above their k={k} neighbours")
     return options
+
+
+def _check_model(activations: xr.Dataset, model: Any) -> None:
+    from geomstats_lm.models import parameter_checksum
+
+    if model is None or not hasattr(model, "blocks"):
+        raise ValueError(
+            f"model={model!r}: the class 'self_only' runs the model's blocks; give what "
+            "load_model returned"
+        )
+    recorded = activations.attrs.get("parameter_checksum", "")
+    if recorded and recorded != parameter_checksum(model):
+        raise ValueError(f"model: {model.name} is not the one whose activations these are")
 
 
 def _reference_rows(labels: Mapping[str, np.ndarray], most: int | None, seed: int) -> np.ndarray:
@@ -209,13 +264,13 @@ def exclusion_groups(labels: Mapping[str, np.ndarray], exclude: str) -> np.ndarr
 
 def _check_counts(
     labels: Mapping[str, np.ndarray], rows: np.ndarray, queries: np.ndarray,
-    options: Mapping[str, Any], local: bool,
+    options: Mapping[str, Any],
 ) -> None:  # fmt: skip
     groups = exclusion_groups(labels, options["exclude"])
     names, sizes = np.unique(groups[rows], return_counts=True)
     own = dict(zip(names.tolist(), sizes.tolist()))
     worst = max((own.get(g, 0) for g in np.unique(groups[queries]).tolist()), default=0)
-    needed = options["largest_k"] if local else 1
+    needed = options["largest_k"]
     if len(rows) - worst < needed:
         raise ValueError(
             f"k={needed}: only {len(rows) - worst} reference tokens are left for some token "
@@ -272,6 +327,7 @@ def _lazy_dataset(
             "token_ids": labels["token_id"],
             "documents": labels["document"],
         },
+        model=model if any(c.name == "self_only" for c in classes) else None,
     )
     variables = {}
     for name, (dims, dtype) in layer_fits.VARIABLES.items():
@@ -310,5 +366,5 @@ def _run_length(activations: xr.Dataset, rows: np.ndarray) -> int:
     chunks = activations["hidden"].variable.chunksizes.get("token", (rows.size,))
     most = max(int(max(chunks)), window)
     # Small data are still cut for parallel work, but not below what pays a task's overhead.
-    wanted = min(most, max(rows.size // 8, 512))
+    wanted = min(most, max(rows.size // 8, 1024))
     return max(wanted // window, 1) * window

@@ -13,7 +13,12 @@ from typing import Any
 import numpy as np
 
 BLOCK = 8192  # rows turned to float64 at a time
-CROSSED = ("linear", "affine")  # the classes whose fit needs the d x d sums
+CROSSED = (
+    "linear",
+    "affine",
+    "low_rank",
+    "orthogonal",
+)  # the classes whose fit needs the d x d sums
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,7 @@ class Moments:
     xy_diagonal: np.ndarray  # (d,) sum of state * target, elementwise
     xx: np.ndarray | None = None  # (d, d)
     xy: np.ndarray | None = None  # (d, d)
+    yy: np.ndarray | None = None  # (d, d)
     tokens: np.ndarray | None = None  # (V,) token ids seen, sorted
     token_n: np.ndarray | None = None  # (V,)
     token_y: np.ndarray | None = None  # (V, d) sum of targets by token id
@@ -51,16 +57,19 @@ def moments(
     centre: np.ndarray,
     *,
     crossed: bool,
+    turned: bool = False,
     token_ids: np.ndarray | None = None,
 ) -> Moments:
     """Moments of float32 states (N, d), about ``centre``, and targets (N, d).
 
-    ``crossed`` asks for the d x d sums, ``token_ids`` (N,) for the sums by token id.
+    ``crossed`` asks for X'X and X'Y, ``turned`` for Y'Y, ``token_ids`` (N,) for the sums by token
+    id.
     """
     n, d = states.shape
     x, y, squares, products = (np.zeros(d) for _ in range(4))
     xx = np.zeros((d, d)) if crossed else None
     xy = np.zeros((d, d)) if crossed else None
+    yy = np.zeros((d, d)) if turned else None
     for start in range(0, n, BLOCK):
         a = states[start : start + BLOCK].astype(np.float64)
         b = targets[start : start + BLOCK].astype(np.float64)
@@ -71,6 +80,8 @@ def moments(
         if xx is not None and xy is not None:
             xx += _product(a, a)
             xy += _product(a, b)
+        if yy is not None:
+            yy += _product(b, b)
     tokens = token_n = token_y = None
     if token_ids is not None:
         tokens, rows, token_n = np.unique(token_ids, return_inverse=True, return_counts=True)
@@ -83,7 +94,7 @@ def moments(
             token_y[first:last] = np.add.reduceat(
                 chosen, starts[first:last] - starts[first], axis=0
             )
-    return Moments(np.asarray(centre, dtype=np.float64), n, x, y, squares, products, xx, xy,
+    return Moments(np.asarray(centre, dtype=np.float64), n, x, y, squares, products, xx, xy, yy,
                    tokens, token_n, token_y)  # fmt: skip
 
 
@@ -106,19 +117,30 @@ def subtract(whole: Moments, part: Moments) -> Moments:
     return Moments(**values)
 
 
-def fit(name: str, sums: Moments, *, ridge: float = 1e-2, rank: int | None = None) -> GlobalMap:
+def fit(
+    name: str,
+    sums: Moments,
+    *,
+    ridge: float = 1e-2,
+    rank: int | None = None,
+    scale: bool = True,
+    target: str = "update",
+) -> GlobalMap:
     """Fit one global class.
 
     Parameters
     ----------
     name : str
-        ``mean``, ``token_mean``, ``scalar``, ``diagonal``, ``linear`` or ``affine``.
+        ``mean``, ``token_mean``, ``scalar``, ``diagonal``, ``linear``, ``affine``,
+        ``low_rank`` or ``orthogonal``.
     sums : Moments
         With the parts that the class needs.
     ridge : float
         rho of ``lambda = rho tr(X'X) / min(n, d) + 1e-6 |mean x|^2``.
     rank : int, optional
-        Of the classes that have one.
+        Of ``low_rank``.
+    scale, target
+        Of ``orthogonal``: whether it has a scale s, and whether targets are updates or states.
 
     Raises
     ------
@@ -155,10 +177,48 @@ def fit(name: str, sums: Moments, *, ridge: float = 1e-2, rank: int | None = Non
         xy = sums.xy - sums.n * np.outer(mean_x, mean_y)
     else:
         xx, xy = raw_moments(sums)
+    if name == "orthogonal":
+        return _orthogonal(sums, xx, xy, scale=scale, target=target)
     penalty = ridge * np.trace(xx) / min(sums.n, d) + 1e-6 * raw_mean @ raw_mean
     slope, df = ridge_solve(xx, xy, penalty)
     if name == "affine":
         return GlobalMap(mean_y - mean_x @ slope, slope, effective_df=1 + df)
+    if name == "low_rank":
+        # the directions in which the ridge map's fitted targets vary most
+        kept = min(rank or d, d)
+        directions = symmetric_eigen(xy.T @ slope)[1][:, -kept:]
+        slope = (slope @ directions) @ directions.T
+        free = min(float(kept), df)
+        df = free * (df + d - free) / d
+    return GlobalMap(sums.centre @ slope, slope, effective_df=df)
+
+
+def _orthogonal(
+    sums: Moments, xx: np.ndarray, xy: np.ndarray, *, scale: bool, target: str
+) -> GlobalMap:
+    """T(x) = s Q x inside the span of X and Y and x off it; as a map to the target."""
+    import torch
+
+    from geomstats_lm.neighbours import one_thread
+
+    assert sums.yy is not None
+    d = len(xx)
+    size = np.trace(xx)
+    if target == "update":  # Y = X + D
+        cross, squares = xx + xy, xx + xy + xy.T + sums.yy
+    else:
+        cross, squares = xy, sums.yy
+    with one_thread():
+        left, _, right = torch.linalg.svd(torch.from_numpy(cross.T + 1e-10 * size / d * np.eye(d)))
+    turn = (left @ right).numpy()
+    s = float(np.sum(turn * cross.T) / size) if scale and size > 0 else 1.0
+    values, vectors = symmetric_eigen(xx + squares)
+    span = vectors[:, values > 1e-10 * max(values[-1], 0.0)]
+    inside = span @ span.T
+    slope = (s * turn @ inside + np.eye(d) - inside).T
+    if target == "update":
+        slope = slope - np.eye(d)
+    df = ((d - 1) / 2) + float(scale) / d
     return GlobalMap(sums.centre @ slope, slope, effective_df=df)
 
 

@@ -7,19 +7,22 @@ the tokenwise parts ``t = T(x) - x`` and residuals ``r = D - t`` of a run of tok
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from geomstats_lm import global_fits
-from geomstats_lm.function_classes import (
-    FunctionClass,
-    Neighbourhoods,
-    global_maps,
-    local_predictions,
-    ridge_of,
+from geomstats_lm import global_fits, self_only
+from geomstats_lm.class_labels import ridge_of
+from geomstats_lm.function_classes import global_maps
+from geomstats_lm.layer_maps import (
+    Plan,
+    Reference,
+    choose_ridges,
+    fit_on_tokens,
+    norms,
+    predict,
 )
-from geomstats_lm.neighbours import nearest, search_space, to_search_space
+from geomstats_lm.neighbours import search_space, to_search_space
 
 MASSIVE = 5.0  # times the layer's median norm
 
@@ -41,44 +44,8 @@ VARIABLES: dict[str, tuple[tuple[str, ...], Any]] = {
     "n_reference": (("model", "layer"), np.int64),
     "n_reference_excluded_massive": (("model", "layer"), np.int64),
     "ridge": (("model", "function_class", "layer"), np.float32),
+    "converged": (("model", "function_class", "layer"), np.bool_),
 }
-
-
-class Plan(NamedTuple):
-    """The settings that every task of a decomposition needs."""
-
-    classes: tuple[FunctionClass, ...]
-    k: int
-    largest_k: int
-    target: str
-    metric: str
-    device: str
-    seed: int
-    leave_out: bool
-
-
-class Reference(NamedTuple):
-    """One layer's usable reference tokens and what is fitted once on them."""
-
-    states: np.ndarray  # (N, d) float32, h_{l-1} about ``centre``
-    targets: np.ndarray  # (N, d) float32, D_l or h_l
-    centre: np.ndarray  # (d,) float32
-    points: np.ndarray  # (N, d) float32, where neighbours are searched
-    space: dict[str, Any]
-    groups: np.ndarray  # (N,)
-    folds: np.ndarray  # (N,)
-    token_ids: np.ndarray  # (N,)
-    largest_before: float  # norms above these are massive
-    largest_after: float
-    moments: global_fits.Moments
-    maps: dict[str, global_fits.GlobalMap]
-    ridges: dict[str, float]
-    summaries: dict[str, np.ndarray]
-
-
-def norms(states: np.ndarray) -> np.ndarray:
-    """Euclidean norm over the last dim, in float64."""
-    return np.sqrt(np.einsum("...d,...d->...", states, states, dtype=np.float64))
 
 
 def block_norms(rows: np.ndarray, block: np.ndarray) -> np.ndarray:
@@ -90,8 +57,8 @@ def prepare(
     plan: Plan,
     layer: int,
     rows: Sequence[np.ndarray],
-    before: Sequence[np.ndarray],
-    after: Sequence[np.ndarray],
+    blocks_before: Sequence[np.ndarray],
+    blocks_after: Sequence[np.ndarray],
     norms_before: Sequence[np.ndarray],
     norms_after: Sequence[np.ndarray],
     tables: Mapping[str, np.ndarray],
@@ -105,7 +72,7 @@ def prepare(
         Named in errors.
     rows : sequence of numpy.ndarray of int
         Which rows of each block are reference tokens, N in all.
-    before, after : sequence of numpy.ndarray, shape (1, 1, n, d)
+    blocks_before, blocks_after : sequence of numpy.ndarray, shape (1, 1, n, d)
         Blocks of states h_{l-1} and h_l.
     norms_before, norms_after : sequence of numpy.ndarray
         Norms of all reference tokens, for the medians that decide what is massive.
@@ -119,21 +86,22 @@ def prepare(
     """
     largest_before = _largest(np.concatenate(norms_before))
     largest_after = _largest(np.concatenate(norms_after))
-    before = np.concatenate([block[0, 0][chosen] for block, chosen in zip(before, rows)])
-    after = np.concatenate([block[0, 0][chosen] for block, chosen in zip(after, rows)])
+    before = np.concatenate([block[0, 0][chosen] for block, chosen in zip(blocks_before, rows)])
+    after = np.concatenate([block[0, 0][chosen] for block, chosen in zip(blocks_after, rows)])
     own_before, own_after = norms(before), norms(after)
     if not (np.isfinite(own_before).all() and np.isfinite(own_after).all()):
         raise ValueError(f"layer {layer}: reference states hold values that are not finite")
     usable = (own_before <= largest_before) & (own_after <= largest_after)
-    before, after = np.asarray(before[usable], np.float32), np.asarray(after[usable], np.float32)
-    needed = plan.largest_k if any(c.is_local for c in plan.classes) else 1
-    if len(before) < needed:
+    if not usable.all():
+        before, after = before[usable], after[usable]
+    before, after = before.astype(np.float32, copy=False), after.astype(np.float32, copy=False)
+    if len(before) < plan.largest_k:
         raise ValueError(
-            f"layer {layer}: k={needed}, but {len(before)} reference tokens are left after "
-            f"leaving out {int((~usable).sum())} massive ones"
+            f"layer {layer}: k={plan.largest_k}, but {len(before)} reference tokens are left "
+            f"after leaving out {int((~usable).sum())} massive ones"
         )
     update = after - before
-    summaries = {
+    summaries: dict[str, Any] = {
         "reference_update_mean": _float32_mean(update),
         "reference_state_sd": after.std(0, dtype=np.float64).astype(np.float32),
         "reference_norm_median": np.float32(np.median(own_after[usable])),
@@ -141,24 +109,29 @@ def prepare(
         "n_reference_excluded_massive": np.int64((~usable).sum()),
     }
     centre = _float32_mean(before)
-    states = before - centre
-    space = search_space(plan.metric, states)
-    token_ids = np.ascontiguousarray(tables["token_ids"][usable])
+    before -= centre  # its own copy: fancy indexing made it
+    space = search_space(plan.metric, before)
     targets = update if plan.target == "update" else after
+    labels = {name: np.ascontiguousarray(values[usable]) for name, values in tables.items()}
+    by_moments = [c for c in plan.classes if c.from_moments]
     sums = global_fits.moments(
-        states, targets, centre,
-        crossed=any(c.is_global and c.name in global_fits.CROSSED for c in plan.classes),
-        token_ids=token_ids if any(c.name == "token_mean" for c in plan.classes) else None,
+        before, targets, centre,
+        crossed=any(c.name in global_fits.CROSSED for c in by_moments),
+        turned=any(c.name == "orthogonal" for c in by_moments),
+        token_ids=labels["token_ids"] if any(c.name == "token_mean" for c in by_moments) else None,
     )  # fmt: skip
-    ridges: dict[str, float] = {}
-    chosen = [np.nan if c["ridge"] is None else ridge_of(c, ridges) for c in plan.classes]
-    summaries["ridge"] = np.array(chosen, dtype=np.float32)
-    return Reference(
-        states, targets, centre, to_search_space(space, states), space,
-        tables["groups"][usable], tables["folds"][usable], token_ids, largest_before,
-        largest_after, sums,
-        {} if plan.leave_out else global_maps(plan.classes, sums, ridges=ridges), ridges, summaries,
+    ready = Reference(
+        layer, before, targets, centre, to_search_space(space, before), space, labels,
+        largest_before, largest_after, sums, {}, [], {}, summaries,
     )  # fmt: skip
+    ready = ready._replace(ridges=choose_ridges(ready, plan))
+    if not plan.leave_out:
+        maps = global_maps(by_moments, sums, ridges=ready.ridges, target=plan.target)
+        ready = ready._replace(maps=maps)
+    fitted, converged = fit_on_tokens(ready, plan)
+    summaries["ridge"] = np.array([ridge_of(c, ready.ridges) for c in plan.classes], np.float32)
+    summaries["converged"] = np.array([converged.get(c.label, True) for c in plan.classes])
+    return ready._replace(token_maps=fitted)
 
 
 def fit_run(
@@ -167,6 +140,7 @@ def fit_run(
     ready: Reference,
     before: np.ndarray,
     after: np.ndarray,
+    model: Any = None,
 ) -> dict[str, np.ndarray]:
     """Decompose the updates of one run of tokens of one layer.
 
@@ -178,6 +152,8 @@ def fit_run(
     ready : Reference
     before, after : numpy.ndarray, shape (1, 1, n, d)
         Blocks of states h_{l-1} and h_l.
+    model : LanguageModel, optional
+        For the class ``self_only``.
 
     Returns
     -------
@@ -188,55 +164,28 @@ def fit_run(
     before = np.asarray(before[0, 0], dtype=np.float32)
     after = np.asarray(after[0, 0], dtype=np.float32)
     if not (np.isfinite(before).all() and np.isfinite(after).all()):
-        raise ValueError("states of the tokens to decompose hold values that are not finite")
+        raise ValueError(
+            f"layer {ready.layer}: states to decompose hold values that are not finite"
+        )
     update = after - before
-    queries = before - ready.centre
-    n, d = queries.shape
-    classes = plan.classes
-    predicted = np.empty((len(classes), n, d), dtype=np.float32)
-    effective_df = np.zeros((len(classes), n), dtype=np.float32)
-    local = [c for c in classes if c.is_local]
-    indices, distances = nearest(
-        to_search_space(ready.space, queries), ready.points, plan.largest_k,
-        query_groups=labels["groups"], reference_groups=ready.groups, device=plan.device,
-    )  # fmt: skip
-    if plan.metric != "euclidean":
-        distances = _euclidean(queries, ready.states, indices)
-    data = Neighbourhoods(
-        queries, indices, distances, ready.states, ready.centre, ready.targets
-    )  # fmt: skip
-    reconstructed: dict[str, np.ndarray] = {}
-    if local:
-        rows = [i for i, c in enumerate(classes) if c.is_local]
-        fitted, df, reconstructed = local_predictions(local, data, k=plan.k, ridges=ready.ridges)
-        predicted[rows], effective_df[rows] = fitted, df
-    for maps, members in _maps(ready, labels["folds"], plan):
-        for c, cls in enumerate(classes):
-            if not cls.is_global:
-                continue
-            mapped = maps[cls.label]
-            x = queries[members]
-            own = global_fits.predict(mapped, x, labels["token_ids"][members])
-            if cls.scope == "global+local":
-                # The local map is fitted on what the global one leaves.  Its prediction is a
-                # combination W of updates, and G is a matrix, so G(x) + W (D - G(X)) needs
-                # no second fit: G is applied to the state and to its reconstruction W X.
-                rebuilt = reconstructed[cls.label][members] - ready.centre
-                total = predicted[c, members] + own
-                predicted[c, members] = total - global_fits.predict(mapped, rebuilt)
-                effective_df[c, members] += mapped.effective_df
-            else:
-                predicted[c, members] = own
-                effective_df[c, members] = mapped.effective_df
-    for c, cls in enumerate(classes):
+    predicted, effective_df, indices, distances = predict(
+        ready, before - ready.centre, labels, plan
+    )
+    for c, cls in enumerate(plan.classes):
         if cls.name == "identity":
             predicted[c] = 0
+        elif cls.name == "self_only":
+            mapped = self_only.run_block(model, ready.layer, before, labels["token_ids"])
+            predicted[c] = mapped - before
+            effective_df[c] = np.nan
         elif plan.target == "state":
             predicted[c] -= before
     if not np.isfinite(predicted).all():
-        bad = [c.label for i, c in enumerate(classes) if not np.isfinite(predicted[i]).all()]
-        raise FloatingPointError(f"classes {bad} gave predictions that are not finite")
-    same = ready.token_ids[indices[:, : plan.k]] == labels["token_ids"][:, None]
+        bad = [c.label for i, c in enumerate(plan.classes) if not np.isfinite(predicted[i]).all()]
+        raise FloatingPointError(
+            f"layer {ready.layer}: classes {bad} gave predictions that are not finite"
+        )
+    same = ready.labels["token_ids"][indices[:, : plan.k]] == labels["token_ids"][:, None]
     return {
         "state": before,
         "update": update,
@@ -261,29 +210,6 @@ def entry(name: str, member: int | None, source: Mapping[str, Any] | Reference) 
     return np.asarray(value[member])[None, None, None]
 
 
-def _maps(
-    ready: Reference, folds: np.ndarray, plan: Plan
-) -> Sequence[tuple[dict[str, global_fits.GlobalMap], Any]]:
-    """Global maps with the queries they serve: one for all, or one per fold left out."""
-    wanted = [c for c in plan.classes if c.is_global]
-    if not wanted:
-        return []
-    if not plan.leave_out:
-        return [(ready.maps, slice(None))]
-    result = []
-    for fold in np.unique(folds):
-        rows = np.flatnonzero(ready.folds == fold)
-        part = global_fits.moments(
-            ready.states[rows], ready.targets[rows], ready.centre,
-            crossed=ready.moments.xx is not None,
-            token_ids=None if ready.moments.tokens is None else ready.token_ids[rows],
-        )  # fmt: skip
-        sums = global_fits.subtract(ready.moments, part)
-        maps = global_maps(wanted, sums, ridges=ready.ridges)
-        result.append((maps, np.flatnonzero(folds == fold)))
-    return result
-
-
 def _largest(values: np.ndarray) -> float:
     median = float(np.median(values))
     return MASSIVE * median if median > 0 else np.inf  # half the states zero: nothing to exceed
@@ -291,11 +217,3 @@ def _largest(values: np.ndarray) -> float:
 
 def _float32_mean(values: np.ndarray) -> np.ndarray:
     return values.mean(0, dtype=np.float64).astype(np.float32)
-
-
-def _euclidean(queries: np.ndarray, states: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Euclidean distances to neighbours found in another metric, (n, k) float32."""
-    distances = np.empty(indices.shape, dtype=np.float32)
-    for i, rows in enumerate(indices):
-        distances[i] = norms(states[rows] - queries[i])
-    return distances

@@ -34,6 +34,8 @@ class LayerGraph:
         Tokens that may be references, whose norms have the median, and to decompose.
     labels : mapping
         ``groups``, ``folds``, ``token_ids``, ``documents`` of all tokens.
+    model : LanguageModel, optional
+        Given to every run, where a class needs it.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class LayerGraph:
         median_rows: np.ndarray,
         query_rows: np.ndarray,
         labels: Mapping[str, np.ndarray],
+        model: Any = None,
     ) -> None:
         self.token_chunks = queries.chunks[2]
         self.sizes = {"dim": queries.shape[3], "function_class": len(plan.classes)}
@@ -56,6 +59,10 @@ class LayerGraph:
         tasks: dict[Any, Any] = {}
         tables = f"{self.name}-tables"
         tasks[tables] = (partial(_constant, {n: v[reference_rows] for n, v in labels.items()}),)
+        extra: tuple[str, ...] = ()
+        if model is not None:  # its own node, sent to a worker once
+            extra = (f"{self.name}-model",)
+            tasks[extra[0]] = (partial(_constant, model),)
         references = _block_rows(hidden.chunks[2], reference_rows)
         medians = _block_rows(hidden.chunks[2], median_rows)
         starts = np.concatenate([[0], np.cumsum(self.token_chunks)])
@@ -83,10 +90,10 @@ class LayerGraph:
                     self._prepare_key(layer),
                     (queries.name, 0, ends[0], r, 0),
                     (queries.name, 0, ends[1], r, 0),
+                    *extra,
                 )
-        self.graph = HighLevelGraph.from_collections(
-            self.name, tasks, dependencies=[hidden, queries]
-        )
+        sources: list[Any] = [hidden, queries]
+        self.graph = HighLevelGraph.from_collections(self.name, tasks, dependencies=sources)
 
     def array(self, name: str, dims: Sequence[str], dtype: Any) -> da.Array:
         """A variable of the decomposition as a dask array, one block per class and task."""

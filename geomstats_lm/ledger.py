@@ -294,9 +294,7 @@ def _leaf_files(
             empty = da.zeros(variable.shape, chunks=-1, dtype=dtype)
             variable = xr.Variable(variable.dims, empty, variable.attrs)
         how: dict[str, Any] = {}
-        if (
-            chunks is not None
-        ):  # float activations compress by a tenth, and that costs 2-4x in speed
+        if chunks is not None:  # activations compress by a tenth, and that costs 2-4x in speed
             how = {"chunks": tuple(c[0] for c in chunks), "compressors": None}
         elif variable.ndim:
             how = {"chunks": tuple(max(1, min(n, LABEL_CHUNK)) for n in variable.shape)}
@@ -315,18 +313,19 @@ def _leaf_files(
             memory, mode="w", compute=False, consolidated=False, encoding=encoding, zarr_format=3
         )
     group: Any = zarr.open_group(memory, mode="a", zarr_format=3)
+    whole = all(v.chunks is None for v in template.data_vars.values())
+    spans = {
+        f"unit_{d}s": int(template.sizes.get(d, 1) if whole else grid[d][0][1] - grid[d][0][0])
+        for d in ("layer", "token")
+    }
     ledger = group.create_array(
         LEDGER, shape=(len(grid["layer"]), len(grid["token"])), chunks=(1, 1), dtype="uint32",
         fill_value=0, compressors=None, dimension_names=LEDGER_DIMS,
-        attributes={
-            "long_name": "CRC-32 of each finished unit, 0 where unfinished",
-            "unit_layers": int(grid["layer"][0][1] - grid["layer"][0][0]),
-            "unit_tokens": int(grid["token"][0][1] - grid["token"][0][0]),
-        },
+        attributes={"long_name": "CRC-32 of each finished unit, 0 where unfinished", **spans},
     )  # fmt: skip
-    if all(v.chunks is None for v in template.data_vars.values()):
-        whole = checksum({str(name): np.asarray(group[str(name)][...]) for name in variables})
-        ledger[...] = np.full(ledger.shape, whole, dtype=np.uint32)
+    if whole:
+        crc = checksum({str(name): np.asarray(group[str(name)][...]) for name in variables})
+        ledger[...] = np.full(ledger.shape, crc, dtype=np.uint32)
     return dict(memory._store_dict)
 
 

@@ -10,9 +10,20 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from geomstats_lm.linear_kernels import (
+    FAST,
+    cholesky,
+    dot_double,
+    double_gram,
+    half_gram,
+    inverse_trace,
+    positive_pivots,
+    solve_cholesky,
+)
+from geomstats_lm.spectral_kernels import low_rank_combination
+
 # Kinds of local maps, in the numbering that the kernel and its caller share.
 LOCAL_MEAN, SCALAR, DIAGONAL, LINEAR, AFFINE, LOW_RANK = range(6)
-FAST = {"nsz", "nnan", "ninf", "reassoc", "contract", "arcp"}
 
 
 @njit(nogil=True, cache=True, fastmath=FAST)
@@ -68,7 +79,8 @@ def fit_neighbourhoods(  # type: ignore[no-untyped-def]
     offset = np.empty(d, dtype=np.float32)
     raw_mean = np.empty(d, dtype=np.float32)
     target_mean = np.empty(d, dtype=np.float32)
-    gram = np.zeros((padded, padded), dtype=np.float32)
+    gram = np.zeros((padded, padded), dtype=np.float64)
+    precise = k > d  # K is singular then, and rounding must not fill its null space
     system = np.empty((k, k), dtype=np.float64)
     lower = np.zeros((n_factors, k, k), dtype=np.float64)
     solution = np.zeros((n_factors, k), dtype=np.float64)
@@ -79,6 +91,11 @@ def fit_neighbourhoods(  # type: ignore[no-untyped-def]
     root = np.ones(k, dtype=np.float32)
     combination = np.zeros((n_classes, k), dtype=np.float32)
     want_df = effective_df.size > 0
+    if spectral is not None:
+        target_rows = np.zeros((padded, d), dtype=np.float32)
+        target_gram = np.zeros((padded, padded), dtype=np.float32)
+        work = np.zeros((4, k, k), dtype=np.float64)
+        weighted = np.zeros(k, dtype=np.float64)
     for i in range(n):
         # 1. gather, and centre on the neighbours' own mean: differences of near states are exact
         for p in range(d):
@@ -103,7 +120,10 @@ def fit_neighbourhoods(  # type: ignore[no-untyped-def]
             mean_offset += np.float64(raw_mean[p]) * np.float64(offset[p])
         # 2. one half Gram and two projections serve every system
         if n_factors > 0:
-            half_gram(X, gram)
+            if precise:
+                double_gram(X, X, gram, True)
+            else:
+                half_gram(X, gram)
         trace = 0.0
         for j in range(k):
             row = X[j]
@@ -114,8 +134,8 @@ def fit_neighbourhoods(  # type: ignore[no-untyped-def]
                 a += row[p] * offset[p]
                 b += row[p] * raw_mean[p]
                 own += row[p] * row[p]
-            along_query[j] = a
-            along_mean[j] = b
+            along_query[j] = dot_double(row, offset) if precise else np.float64(a)
+            along_mean[j] = dot_double(row, raw_mean) if precise else np.float64(b)
             trace += np.float64(own)
         raw_trace = trace
         for j in range(k):
@@ -142,7 +162,7 @@ def fit_neighbourhoods(  # type: ignore[no-untyped-def]
             penalty[f] += 1e-6 * mean_square
             for a_row in range(k):
                 system[a_row, a_row] += penalty[f]
-            cholesky(system, lower[f])
+            cholesky(system, lower[f], 1e-13)
             solve_cholesky(lower[f], solution[f])
             if want_df:
                 trace_df[f] = k - penalty[f] * inverse_trace(lower[f], system)
@@ -166,6 +186,21 @@ def fit_neighbourhoods(  # type: ignore[no-untyped-def]
             else:
                 for j in range(k):
                     combination[c, j] = 0
+        if spectral is not None:
+            for j in range(k):
+                row = targets[neighbours[i, j]]
+                for p in range(d):
+                    target_rows[j, p] = root[j] * row[p]
+            half_gram(target_rows, target_gram)
+            for c in range(n_classes):
+                if kinds[c] == LOW_RANK:
+                    f = factors[c]
+                    rank = min(ranks[c], k)
+                    low_rank_combination(
+                        target_gram, lower[f], penalty[f], solution[f], rank, work, weighted
+                    )
+                    for j in range(k):
+                        combination[c, j] = root[j] * weighted[j]
         for c in range(n_classes):
             for p in range(d):
                 predictions[c, i, p] = 0
@@ -221,105 +256,6 @@ def fit_neighbourhoods(  # type: ignore[no-untyped-def]
                     row = states[neighbours[i, j]]
                     for p in range(d):
                         out[p] += share * (row[p] + centre[p])
-
-
-@njit(nogil=True, cache=True, fastmath=FAST)
-def half_gram(X, gram):  # type: ignore[no-untyped-def]
-    """Lower 4 x 4 tiles of X X': sixteen sums at once keep the multiply-add units busy."""
-    rows, d = X.shape
-    for i in range(0, rows, 4):
-        a0, a1, a2, a3 = X[i], X[i + 1], X[i + 2], X[i + 3]
-        for j in range(0, i + 1, 4):
-            b0, b1, b2, b3 = X[j], X[j + 1], X[j + 2], X[j + 3]
-            s00 = s01 = s02 = s03 = np.float32(0)
-            s10 = s11 = s12 = s13 = np.float32(0)
-            s20 = s21 = s22 = s23 = np.float32(0)
-            s30 = s31 = s32 = s33 = np.float32(0)
-            for p in range(d):
-                x0, x1, x2, x3 = a0[p], a1[p], a2[p], a3[p]
-                y0, y1, y2, y3 = b0[p], b1[p], b2[p], b3[p]
-                s00 += x0 * y0
-                s01 += x0 * y1
-                s02 += x0 * y2
-                s03 += x0 * y3
-                s10 += x1 * y0
-                s11 += x1 * y1
-                s12 += x1 * y2
-                s13 += x1 * y3
-                s20 += x2 * y0
-                s21 += x2 * y1
-                s22 += x2 * y2
-                s23 += x2 * y3
-                s30 += x3 * y0
-                s31 += x3 * y1
-                s32 += x3 * y2
-                s33 += x3 * y3
-            gram[i, j], gram[i, j + 1], gram[i, j + 2], gram[i, j + 3] = s00, s01, s02, s03
-            gram[i + 1, j], gram[i + 1, j + 1] = s10, s11
-            gram[i + 1, j + 2], gram[i + 1, j + 3] = s12, s13
-            gram[i + 2, j], gram[i + 2, j + 1] = s20, s21
-            gram[i + 2, j + 2], gram[i + 2, j + 3] = s22, s23
-            gram[i + 3, j], gram[i + 3, j + 1] = s30, s31
-            gram[i + 3, j + 2], gram[i + 3, j + 3] = s32, s33
-
-
-@njit(nogil=True, cache=True, fastmath=FAST)
-def cholesky(matrix, lower):  # type: ignore[no-untyped-def]
-    """Lower factor, the diagonal inverted; a pivot that is numerically zero drops its column."""
-    k = matrix.shape[0]
-    for j in range(k):
-        pivot = matrix[j, j]
-        for p in range(j):
-            pivot -= lower[j, p] * lower[j, p]
-        inverse = 1 / np.sqrt(pivot) if pivot > 1e-13 * matrix[j, j] and pivot > 0 else 0.0
-        lower[j, j] = inverse
-        for i in range(j + 1, k):
-            value = matrix[i, j]
-            for p in range(j):
-                value -= lower[i, p] * lower[j, p]
-            lower[i, j] = value * inverse
-
-
-@njit(nogil=True, cache=True, fastmath=FAST)
-def solve_cholesky(lower, vector):  # type: ignore[no-untyped-def]
-    """Solve L L' w = vector in place, L as :func:`cholesky` leaves it."""
-    k = vector.size
-    for i in range(k):
-        value = vector[i]
-        for p in range(i):
-            value -= lower[i, p] * vector[p]
-        vector[i] = value * lower[i, i]
-    for i in range(k - 1, -1, -1):
-        value = vector[i] * lower[i, i]
-        vector[i] = value
-        for p in range(i):
-            vector[p] -= lower[i, p] * value
-
-
-@njit(nogil=True, cache=True, fastmath=FAST)
-def inverse_trace(lower, inverse):  # type: ignore[no-untyped-def]
-    """tr((L L')^-1) = ||L^-1||^2, with L^-1 left transposed in ``inverse``."""
-    k = lower.shape[0]
-    total = 0.0
-    for j in range(k):  # column j of the inverse lies contiguous in row j
-        column = inverse[j]
-        column[j] = lower[j, j]
-        total += column[j] * column[j]
-        for i in range(j + 1, k):
-            value = 0.0
-            for p in range(j, i):
-                value += lower[i, p] * column[p]
-            column[i] = -value * lower[i, i]
-            total += column[i] * column[i]
-    return total
-
-
-@njit(nogil=True, cache=True)
-def positive_pivots(lower):  # type: ignore[no-untyped-def]
-    count = 0
-    for j in range(lower.shape[0]):
-        count += lower[j, j] > 0
-    return count
 
 
 @njit(nogil=True, cache=True, fastmath=FAST)

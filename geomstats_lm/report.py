@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from geomstats_lm.cube import open_leaf, settings_of
+from geomstats_lm.cube import open_leaf, settings_of, write_leaf
 from geomstats_lm.declaration import StudyConfig, key_of
 from geomstats_lm.statistics import RankCorrelation, rank_correlation
 from geomstats_lm.statistics.resampling import bootstrap_interval, draw_counts
@@ -60,6 +60,10 @@ def write_report_files(config: StudyConfig, *, progress: bool = True) -> pd.Data
     table.to_csv(output / "table.csv", index=False)
     per_layer = pd.concat(correlations, ignore_index=True)
     per_layer.to_csv(output / "correlations.csv", index=False)
+    write_leaf(
+        xr.Dataset.from_dataframe(per_layer.rename_axis("row")), config.store, "statistics",
+        "rank_correlation", settings=config.correlate.model_dump(), overwrite=True, progress=False,
+    )  # fmt: skip
     (output / "table.md").write_text(table_markdown(table), encoding="utf-8")
     figures = output / "figures"
     figures.mkdir(exist_ok=True)

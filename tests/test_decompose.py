@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dask
-import explicit
 import numpy as np
 import pytest
 import xarray as xr
-from synthetic import activations
 
 from geomstats_lm.cube import SettingsError, open_study
 from geomstats_lm.decompose import DEFAULT_CLASSES, decompose
+from tests import explicit
+from tests.synthetic import activations
 
 CLASSES = ["mean", "token_mean", "local_mean", "diagonal", "affine", "affine[scope=global]"]
 

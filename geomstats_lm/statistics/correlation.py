@@ -226,7 +226,7 @@ def rank_correlation(
         notes=_notes(table, settings),
         by=columns,
         replicates=as_replicates([replicates for _, replicates, _ in rows], table, columns),
-        populations=tuple(population for _, _, population in rows),
+        populations=tuple(_fingerprint(name, populations[name]) for _, _, name in rows),
     )
 
 
@@ -301,6 +301,12 @@ def _groups(
         # shifting needs the series; exchanging merely puts its tokens in order where it is known
         groups += [permutations.sequence] if shifts or permutations.sequence in known else []
     return tuple(dict.fromkeys(groups))
+
+
+def _fingerprint(population: str, clusters: pd.Index) -> str:
+    """Names the draw: rows with equal fingerprints (and seed) saw the same resamples."""
+    digest = int(pd.util.hash_array(pd.util.hash_pandas_object(clusters).to_numpy()).sum())
+    return f"{population}:{len(clusters)}:{digest:x}"
 
 
 def _glance(table: pd.DataFrame, settings: dict[str, Any]) -> pd.DataFrame:
