@@ -19,7 +19,7 @@ from dask.graph_manipulation import clone
 from geomstats_lm import subspaces
 from geomstats_lm.cube import settings_of, write_leaf
 from geomstats_lm.decompose import decompose
-from geomstats_lm.geometry import usable_tokens
+from geomstats_lm.geometry import how_decomposed, usable_tokens
 
 PARTS = ("tokenwise", "residual")
 PASSES = 3  # refinements of a sketch, each decomposing the reference tokens once more
@@ -206,10 +206,8 @@ def _reference_parts(
                 f"data: node {data.path} has no {' and no '.join(missing)}; the dominant subspace "
                 "comes from reference tokens, which are decomposed as the evaluation tokens were"
             )
-        made = settings_of(data["decomposition"].to_dataset())
-        keep = {n: made[n] for n in ("k", "target", "metric", "exclude", "reference", "seed")}
         data = decompose(
-            data, made["classes"], **keep, layers=made["layers"], tokens="reference",
+            data, **how_decomposed(data["decomposition"].to_dataset()), tokens="reference",
             keep=parts, model=model,
         )  # fmt: skip
     named = data.attrs.get("tokens")

@@ -154,16 +154,25 @@ def measure(
     mean = _reference(lazy, "reference_update_mean", 0.0)
     sd = _reference(lazy, "reference_state_sd", np.nan)
     vectors = [lazy.state, lazy["update"]]
-    measured = {
-        **_measure(state_measures, STATE_MEASURES, [*vectors, mean]),
-        **_measure(class_measures, CLASS_MEASURES, [*vectors, lazy.tokenwise, mean, sd]),
-    }
+    stacked = [
+        (STATE_MEASURES, _measure(state_measures, STATE_MEASURES, [*vectors, mean])),
+        (
+            CLASS_MEASURES,
+            _measure(class_measures, CLASS_MEASURES, [*vectors, lazy.tokenwise, mean, sd]),
+        ),
+    ]
     if space is not None:
-        measured |= _energies(lazy, mean, space)
-    counted = {name: values.where(usable) for name, values in measured.items()}
+        stacked.append((ENERGY_MEASURES, _energies(lazy, mean, space)))
+
+    def named(masked: bool) -> dict[str, xr.DataArray]:
+        # masked once for all, since every step costs the scheduler more than the arithmetic
+        parts = [(names, v.where(usable) if masked else v) for names, v in stacked]
+        return {n: v.isel(measure=i) for names, v in parts for i, n in enumerate(names)}
+
+    counted = named(True)
     result = xr.Dataset(
         {
-            **(counted if exclude else measured),
+            **(counted if exclude else named(False)),
             "usable": usable,
             **_layered(lazy, counted, usable, space),
             # what tells how far a fit can be trusted goes along: N beside every error
@@ -249,8 +258,8 @@ def usable_tokens(data: xr.Dataset) -> xr.DataArray:
     return usable.transpose("model", "layer", "token")
 
 
-def _measure(function: Any, names: dict[str, Any], arrays: list[xr.DataArray]) -> dict[str, Any]:
-    stacked = xr.apply_ufunc(
+def _measure(function: Any, names: dict[str, Any], arrays: list[xr.DataArray]) -> xr.DataArray:
+    return xr.apply_ufunc(
         function,
         *arrays,
         input_core_dims=[["dim"]] * len(arrays),
@@ -259,10 +268,9 @@ def _measure(function: Any, names: dict[str, Any], arrays: list[xr.DataArray]) -
         output_dtypes=[np.float32],
         dask_gufunc_kwargs={"output_sizes": {"measure": len(names)}},
     )
-    return {name: stacked.isel(measure=i) for i, name in enumerate(names)}
 
 
-def _energies(data: xr.Dataset, mean: xr.DataArray, space: xr.Dataset) -> dict[str, xr.DataArray]:
+def _energies(data: xr.Dataset, mean: xr.DataArray, space: xr.Dataset) -> xr.DataArray:
     """``ENERGY_MEASURES`` in the dominant tokenwise subspace of each layer and class."""
     labels = {n: data[n].values for n in ("function_class", "layer") if n in data.coords}
     absent = {n: set(v.tolist()) - set(space[n].values.tolist()) for n, v in labels.items()}
@@ -276,7 +284,7 @@ def _energies(data: xr.Dataset, mean: xr.DataArray, space: xr.Dataset) -> dict[s
     # The tokenwise part comes first since it has all dims in order: then token is the last that
     # is looped over, and a block is one matrix product per layer and class.
     tokenwise = data.tokenwise.transpose(*ordered(data.tokenwise.dims))
-    stacked = xr.apply_ufunc(
+    return xr.apply_ufunc(
         energy_measures,
         tokenwise, data["update"], space.tokenwise_basis, centre, mean,
         input_core_dims=[["dim"], ["dim"], ["component", "dim"], ["dim"], ["dim"]],
@@ -286,7 +294,6 @@ def _energies(data: xr.Dataset, mean: xr.DataArray, space: xr.Dataset) -> dict[s
         output_dtypes=[np.float32],
         dask_gufunc_kwargs={"output_sizes": {"measure": len(ENERGY_MEASURES)}},
     )  # fmt: skip
-    return {name: stacked.isel(measure=i) for i, name in enumerate(ENERGY_MEASURES)}
 
 
 def _subspace(
@@ -317,6 +324,29 @@ def _subspace(
 
     space = dominant_subspaces(data, subspace, centred=centred, model=model, **writing)
     return space, {"subspace": {"m": subspace, "centred": centred}}
+
+
+def how_decomposed(decomposition: xr.Dataset) -> dict[str, Any]:
+    """The arguments that make :func:`decompose` do the same once more, on other tokens.
+
+    Parameters
+    ----------
+    decomposition : xarray.Dataset
+        Stored or not; one that was not stored knows nothing of a limited reference.
+    """
+    made, attrs = settings_of(decomposition), decomposition.attrs
+    return {
+        "classes": made.get("classes", [str(c) for c in decomposition.function_class.values]),
+        "layers": [int(layer) for layer in decomposition.layer.values],
+        "k": int(made.get("k", attrs.get("k", 32))),
+        **{
+            name: made.get(name, attrs.get(name, default))
+            for name, default in (
+                ("target", "update"), ("metric", "euclidean"), ("exclude", "document"),
+                ("reference", None), ("seed", 0),
+            )
+        },
+    }  # fmt: skip
 
 
 def decomposition_of(data: xr.DataTree | xr.Dataset) -> xr.Dataset:

@@ -1,7 +1,8 @@
 """Which numbers say how vectors ``D = t + r`` are placed, whatever labels they carry?
 
 Array functions along the last axis, sums in float64: ``e = |r| / |D|``,
-``cos(a, b) = a.b / |a||b|``, and the values that e forces at a right angle, ``cos(D, t) = sqrt(1 - e^2)`` and ``cos(D, r) = e``.
+``cos(a, b) = a.b / |a||b|``, and the values that e forces at a right angle,
+``cos(D, t) = sqrt(1 - e^2)`` and ``cos(D, r) = e``.
 """
 
 from __future__ import annotations

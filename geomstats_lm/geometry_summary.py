@@ -152,9 +152,12 @@ def geometry_summary(
 
 
 def cluster_means(
-    values: np.ndarray, codes: np.ndarray, counts: np.ndarray
+    values: np.ndarray,
+    codes: np.ndarray,
+    counts: np.ndarray,
+    weights: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Mean of each row and its cluster-robust standard error, at every column of counts.
+    """(Weighted) mean of each row and its cluster-robust standard error, at all columns of counts.
 
     Parameters
     ----------
@@ -164,26 +167,28 @@ def cluster_means(
         Cluster of each column.
     counts : numpy.ndarray, shape (clusters, resamples)
         How often each cluster is there.
+    weights : numpy.ndarray, shape (rows, n), optional
+        With weights w and values y/w the mean is the ratio of sums of y and of w.
 
     Returns
     -------
     means, std_errors : numpy.ndarray, shape (rows, resamples)
-        ``se^2 = G/(G-1) sum_g (S_g - mean N_g)^2 / N^2`` with sums S_g and numbers N_g.
+        ``se^2 = G/(G-1) sum_g (S_g - mean N_g)^2 / N^2`` with sums S_g of ``w y`` and N_g of w.
     """
     n_clusters = len(counts)
     there = np.isfinite(values)
-    filled = np.where(there, values, 0.0)
+    weights = there.astype(float) if weights is None else np.where(there, weights, 0.0)
+    filled = np.where(there, values, 0.0) * weights
     sums = np.stack([np.bincount(codes, row, n_clusters) for row in filled])
-    sizes = np.stack([np.bincount(codes, row.astype(float), n_clusters) for row in there])
-    weights = counts.astype(float)
-    total, number = sums @ weights, sizes @ weights
+    sizes = np.stack([np.bincount(codes, row, n_clusters) for row in weights])
+    drawn = counts.astype(float)
+    total, number = sums @ drawn, sizes @ drawn
     with np.errstate(divide="ignore", invalid="ignore"):
         means = np.where(number > 0, total / number, np.nan)
-        used = (sizes > 0).astype(float) @ weights
+        used = (sizes > 0).astype(float) @ drawn
         spread = (
-            (sums**2) @ weights - 2 * means * ((sums * sizes) @ weights)
-            + means**2 * ((sizes**2) @ weights)
-        )  # fmt: skip
+            (sums**2) @ drawn - 2 * means * ((sums * sizes) @ drawn) + means**2 * (sizes**2 @ drawn)
+        )
         variance = used / (used - 1) * np.maximum(spread, 0) / number**2
     return means, np.sqrt(np.where(used > 1, variance, np.nan))
 

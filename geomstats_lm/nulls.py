@@ -87,7 +87,7 @@ def isotropic(
     Returns
     -------
     xarray.Dataset
-        The variables of :func:`geomstats_lm.geometry` with leading dims ``null`` and ``draw``.
+        The variables of :func:`geomstats_lm.geometry` with a leading dim ``null``, and ``draw``.
         Draws depend on seed, layer, class and token, not on chunks or scheduler.
 
     Examples
@@ -159,11 +159,11 @@ def direction_spread(ratio: np.ndarray, dim: int) -> np.ndarray:
     np.float64(0.000112)
     """
     ratio = np.asarray(ratio, dtype=float)
-    flat = ratio.reshape(-1, 1)
+    known = np.isfinite(ratio)
+    flat = np.where(known, ratio, 1.0).reshape(-1, 1)
     nodes, weights = np.polynomial.legendre.leggauss(NODES)
     wide = min(np.pi / 2, 9 / np.sqrt(dim))  # beyond nine standard deviations there is nothing
-    with np.errstate(divide="ignore", invalid="ignore"):
-        last = np.where(flat > 0.5, np.arccos(-0.5 / np.maximum(flat, 0.5)), np.pi)  # e = 1
+    last = np.where(flat > 0.5, np.arccos(-0.5 / np.maximum(flat, 0.5)), np.pi)  # e = 1
     low, high = np.pi / 2 - wide, np.minimum(np.pi / 2 + wide, last)
     theta = low + (high - low) * (nodes + 1) / 2
     density = weights * np.sin(theta) ** (dim - 2)
@@ -175,7 +175,7 @@ def direction_spread(ratio: np.ndarray, dim: int) -> np.ndarray:
     means = np.stack([(density * v).sum(axis=1) for v in (along, across)], axis=-1)
     squares = np.stack([(density * v**2).sum(axis=1) for v in (along, across)], axis=-1)
     result = np.stack([means, np.maximum(squares - means**2, 0)], axis=-1)
-    result[~np.isfinite(flat[:, 0])] = np.nan
+    result[~known.reshape(-1)] = np.nan
     return result.reshape(*ratio.shape, 2, 2)
 
 
