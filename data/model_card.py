@@ -29,7 +29,7 @@ BASELINES = ROOT / "data" / "text" / "baselines.json"
 WEIGHTS = "model.safetensors"
 
 
-def finish(name: str, step: int | None = None) -> dict[str, Any]:
+def finish(name: str, step: int | None = None, note: str = "") -> dict[str, Any]:
     """Write a model's folder from its last checkpoint, or from a kept step; return the card."""
     state = torch.load(RUNS / f"{name}.pt", weights_only=False)
     weights = state["model"]
@@ -56,6 +56,7 @@ def finish(name: str, step: int | None = None) -> dict[str, Any]:
     card = _card(folder.name, loaded, state, curve, losses, np.concatenate(train_losses))
     card |= _beside_baselines(sample, losses, training, heldout, seen.eos_token_id)
     card["sha256"] = {WEIGHTS: sha256(folder / WEIGHTS)}
+    card["note"] = note
     options = [f"--{key} {state[key]}" for key in ("tokens", "batch", "seed")]
     options += ["--compile"] if state["compiled"] else []
     options += [f"--keep {step}"] if step is not None else []
@@ -175,6 +176,7 @@ def _readme(card: dict[str, Any]) -> str:
         f"| {source} | {figures['heldout_loss']:.3f} | {figures['trigram_loss']:.3f} |"
         for source, figures in card["by_source"].items()
     )
+    note = f"\n{card['note']}\n" if card["note"] else ""
     stage = ""
     if "-step" in card["name"]:
         stage = " This is its state on the way, before the step size fell."
@@ -226,7 +228,7 @@ Seed {card["seed"]}, one thread, bfloat16 matrix products, Muon for matrices ins
 AdamW for the rest, step size to zero over the second half. `learning_curve.csv` holds the course of
 it: its training loss is a running mean over batches, its held-out loss that of every fourth
 held-out document. Threads and versions move the last digits; a new run is as good, not the same.
-
+{note}
 Text: State of the Union addresses (public domain), Shakespeare and Milton (CC BY 2.5, Open
 Knowledge Foundation), the King James Bible (public domain); see `data/README.md`. Weights: MIT, as
 the package.
@@ -239,9 +241,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write a trained model's folder and card.")
     parser.add_argument("model", choices=list(ARCHITECTURES))
     parser.add_argument("--step", type=int, help="a step kept by train_models.py --keep")
+    parser.add_argument("--note", default="", help="what the command does not say of the run")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    card = finish(arguments.model, arguments.step)
+    card = finish(arguments.model, arguments.step, arguments.note)
     keys = ["heldout_loss", "heldout_bits_per_byte", "trigram_bits_per_byte", "gain_over_trigram"]
     print(arguments.model, {key: round(card[key], 4) for key in keys})
 

@@ -18,10 +18,6 @@ if TYPE_CHECKING:
 MODELS = (
     "gpt2",
     "mamba2",
-    "llama",
-    "gpt_neox",
-    "rwkv",
-    "hybrid",
     "gpt2-step50",
     "gpt2-step200",
     "gpt2-step800",
