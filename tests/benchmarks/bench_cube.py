@@ -151,7 +151,7 @@ def disk(args) -> None:
     from geomstats_lm.cube import open_leaf, write_leaf
 
     folder = Path(tempfile.mkdtemp(dir=args.folder))
-    n_layers, run, n_runs, dim = 6, 4096, 4, 768  # chunks of 12.6 MB, 302 MB in all
+    n_layers, run, n_runs, dim = 12, 4096, 8, 768  # chunks of 12.6 MB, 1.2 GB in all
     rng = np.random.default_rng(0)
     values = rng.normal(size=(1, n_layers, run * n_runs, dim)).astype(np.float32)
     dims = ("model", "layer", "token", "dim")
