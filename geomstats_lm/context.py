@@ -234,7 +234,7 @@ def _overlaps(
         where = {"model": at[0], "layer": at[2]}
         cells.append(
             dask.delayed(_overlap)(
-                data.tokenwise.isel(where, function_class=at[1]).data,
+                data.tokenwise.isel(where | {"function_class": at[1]}).data,
                 data["update"].isel(where).data, oracle.isel(where).data,
                 usable.isel(where).data, m,
             )
@@ -250,14 +250,13 @@ def _overlap(
     tokenwise: np.ndarray, update: np.ndarray, oracle: np.ndarray, usable: np.ndarray, m: int
 ) -> np.ndarray:
     kept = np.asarray(usable)
-    spaces = [
-        subspaces.streamed_subspace(lambda v=v: [v], m) if len(v) else None
-        for v in ((update - part)[kept] for part in (tokenwise, oracle))
-    ]
-    if spaces[0] is None or spaces[1] is None:
+    if not kept.any():
         return np.full(2, np.nan)
-    largest = max(space.components for space in spaces if space is not None)
-    found = subspaces.overlap(spaces[0].basis, spaces[1].basis)
+    residual, added = ((update - part)[kept] for part in (tokenwise, oracle))
+    first = subspaces.streamed_subspace(lambda: [residual], m)
+    second = subspaces.streamed_subspace(lambda: [added], m)
+    found = subspaces.overlap(first.basis, second.basis)
+    largest = max(first.components, second.components)
     return np.array([found, largest / update.shape[1] if np.isfinite(found) else np.nan])
 
 

@@ -77,7 +77,7 @@ def residual_direction(data: xr.DataTree | xr.Dataset) -> xr.Dataset:
                 arrays = [
                     decomposition.state.isel(at).data,
                     decomposition["update"].isel(at).data,
-                    decomposition.tokenwise.isel(at, function_class=c).data
+                    decomposition.tokenwise.isel(at | {"function_class": c}).data
                     if "function_class" in decomposition.tokenwise.dims
                     else decomposition.tokenwise.isel(at).data,
                     usable.isel(at).data,
@@ -87,13 +87,13 @@ def residual_direction(data: xr.DataTree | xr.Dataset) -> xr.Dataset:
     shape = (len(model), len(classes), len(layers), len(SOURCES) + 1, 4)
     table = da.stack(cells).reshape(shape)
     dims = ("model", "function_class", "source", "layer")
-    result = {
+    result: dict[str, Any] = {
         name: (dims, table[..., :-1, i].transpose(0, 1, 3, 2))
         for i, name in enumerate(("share", "share_forced", "share_adjusted", "n_groups"))
     }
     result["n"] = (("model", "function_class", "layer"), table[..., -1, 0])
     coords: dict[str, Any] = {
-        n: c for n, c in decomposition.coords.items() if "token" not in c.dims
+        str(n): c for n, c in decomposition.coords.items() if "token" not in c.dims
     }
     found = xr.Dataset(result, {**coords, "source": list(SOURCES)})
     return found.compute() if single else found

@@ -126,7 +126,9 @@ def geometry_summary(
     given = [str(null["null"].item()) for null in others]
     rows: list[dict[str, Any]] = []
     for measure in chosen:
-        by_null = {name: null[measure] for name, null in zip(given, others) if measure in null}
+        by_null: dict[str, xr.DataArray | None] = {
+            name: null[measure] for name, null in zip(given, others) if measure in null
+        }
         verdict_null = VERDICTS.get(measure, "")
         if verdict_null == "forced":
             by_null = {"forced": None, **by_null}

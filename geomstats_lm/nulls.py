@@ -240,6 +240,7 @@ def _streams(own: xr.DataArray, seed: int) -> tuple[xr.DataArray, xr.DataArray]:
     """A number that tells (model, class, layer) apart whatever else is there, and token numbers."""
     codes = {}
     for dim in own.dims[:-2]:
+        dim = str(dim)
         labels = own[dim].values if dim in own.coords else np.arange(own.sizes[dim])
         codes[dim] = xr.DataArray(
             [zlib.crc32(f"{dim}={label}".encode()) for label in labels], dims=dim

@@ -196,8 +196,9 @@ def extract_parts(
     if store is None:
         result = template.map(lambda v: xr.zeros_like(v).compute(), keep_attrs=True)
         for start, stop in runs:
-            for name, values in _read(model, ids, start, stop, where, batch_size).items():
-                result[name][0, :, start:stop] = values
+            values = _read(model, ids, start, stop, where, batch_size)
+            for name, part in values.items():
+                result[name][0, :, start:stop] = part
         return result
     settings = {"model": parameter_checksum(model), "tokens": tokens,
                 "text": source.attrs.get("text_checksum", "")}  # fmt: skip

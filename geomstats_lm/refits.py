@@ -18,7 +18,8 @@ import numpy as np
 import xarray as xr
 
 from geomstats_lm.class_labels import FunctionClass, parse_classes
-from geomstats_lm.decompose import decompose
+from geomstats_lm.cube import ordered
+from geomstats_lm.decompose import TOKEN_COORDS, _reference_rows, decompose
 from geomstats_lm.function_classes import Neighbourhoods, local_predictions
 from geomstats_lm.geometry import decomposition_of, how_decomposed, measure, usable_tokens
 from geomstats_lm.layer_fits import MASSIVE
@@ -280,8 +281,6 @@ def _refitted(
         raise ValueError(
             f"{name}: none of the classes {how['classes']} is local with a fixed ridge"
         )
-    from geomstats_lm.decompose import TOKEN_COORDS, _reference_rows
-
     labels = {n: activations[n].values for n in TOKEN_COORDS}
     rows = _reference_rows(labels, how["reference"], how["seed"])
     every = _reference_rows(labels, None, 0)
@@ -418,6 +417,7 @@ def _named(
 ) -> xr.Dataset:
     result = xr.concat(results, "draw", data_vars="all", coords="minimal", compat="override",
                        combine_attrs="override")  # fmt: skip
+    result = result.map(lambda v: v.transpose(*ordered(v.dims)), keep_attrs=True)
     result = result.expand_dims(null=[name])
     attrs = {k: v for k, v in decomposition.attrs.items() if k != "settings"}
     result.attrs = {**attrs, "seed": seed, "draws": len(results)}

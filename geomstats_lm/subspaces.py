@@ -116,8 +116,7 @@ def streamed_subspace(
         return from_moments(seen, share, most, centred=centred)
     directions = start_directions(seen, centred=centred)
     for _ in range(max_passes):
-        images = sum(image(block, directions) for block in blocks())
-        images = less_mean(seen, images, directions) if centred else images
+        images = _images(seen, blocks(), directions, centred)
         refined = refine(images, directions, most)
         moved = _largest_sine(refined[:most], directions[:most])
         directions = refined
@@ -128,8 +127,7 @@ def streamed_subspace(
             f"max_passes={max_passes}: the subspace still turns by {moved:.1e} a pass; the "
             f"spectrum has no gap after {most} dimensions; use method='gram' or another m"
         )
-    images = sum(image(block, directions) for block in blocks())
-    images = less_mean(seen, images, directions) if centred else images
+    images = _images(seen, blocks(), directions, centred)
     return from_images(seen, images, directions, share, most, centred=centred)
 
 
@@ -335,6 +333,15 @@ def _cut(
     effective, participation = spectrum_measures(values, rest, min(n, dim) - len(values))
     held = float(values[:components].sum()) / energy if energy > 0 else np.nan
     return Subspace(basis, sizes, components, held, effective, participation, centre, n)
+
+
+def _images(
+    seen: Sketch, blocks: Iterable[np.ndarray], directions: np.ndarray, centred: bool
+) -> np.ndarray:
+    total = np.zeros(directions.shape)
+    for block in blocks:
+        total += image(block, directions)
+    return less_mean(seen, total, directions) if centred else total
 
 
 def _rows(basis: np.ndarray) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import xarray as xr
 
 from geomstats_lm import decompose, extract
 from geomstats_lm.context import context, context_summary
@@ -18,14 +19,12 @@ def test_planted_context_and_misfit_come_back() -> None:
     rng = np.random.default_rng(0)
     residual = data["update"] - data.tokenwise
     # context is a quarter of the residual and something across it
-    across = rng.standard_normal(residual.shape)
+    across = residual.copy(data=rng.standard_normal(residual.shape))
     unit = residual / np.sqrt((residual**2).sum("dim"))
-    across -= (across * unit).sum("dim") * unit
-    added = 0.25 * residual + across.transpose(*residual.dims)
+    across = across - (across * unit).sum("dim") * unit
+    added = 0.25 * residual + across
     oracle = (data["update"] - added).assign_coords(function_class=["self_only"])
-    import xarray as xr
-
-    both = data.drop_vars("tokenwise").drop_dims("function_class", errors="ignore")
+    both = data.drop_vars(["tokenwise", "function_class"])
     both = both.assign(tokenwise=xr.concat([data.tokenwise, oracle], "function_class").transpose(
         "model", "function_class", "layer", "token", "dim"))  # fmt: skip
     found = context(both, m=3)
@@ -49,8 +48,6 @@ def test_planted_context_and_misfit_come_back() -> None:
 def test_intervals_of_shares_cover_at_the_level() -> None:
     """100 layers drawn alike: 95 % intervals miss the true share at most 14 times (p = .001)."""
     rng = np.random.default_rng(1)
-    import xarray as xr
-
     layers, n = 100, 150
     shares = rng.normal(0.4, 0.3, (1, 1, layers, n))
     dims = ("model", "function_class", "layer", "token")
