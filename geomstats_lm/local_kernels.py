@@ -144,20 +144,17 @@ def fit_neighbourhoods(  # type: ignore[no-untyped-def]
         for f in range(n_factors):
             centred = factor_centred[f]
             for a_row in range(k):
-                for b_row in range(a_row + 1):
-                    value = np.float64(gram[a_row, b_row])
-                    if not centred:
-                        value += (
-                            root[a_row] * along_mean[b_row]
-                            + root[b_row] * along_mean[a_row]
-                            + root[a_row] * root[b_row] * mean_square
-                        )
-                    system[a_row, b_row] = value
-                solution[f, a_row] = along_query[a_row]
-                if not centred:
-                    solution[f, a_row] += along_mean[a_row] + root[a_row] * (
-                        mean_offset + mean_square
-                    )
+                line, source = system[a_row], gram[a_row]
+                if centred:
+                    for b_row in range(k):
+                        line[b_row] = source[b_row]
+                    solution[f, a_row] = along_query[a_row]
+                    continue
+                # X = centred X + root mean', so that nothing large is ever subtracted
+                scale, shift = root[a_row], along_mean[a_row] + root[a_row] * mean_square
+                for b_row in range(k):
+                    line[b_row] = source[b_row] + scale * along_mean[b_row] + shift * root[b_row]
+                solution[f, a_row] = along_query[a_row] + shift + scale * mean_offset
             penalty[f] = factor_ridge[f] * (trace if centred else raw_trace) / min(k, d)
             penalty[f] += 1e-6 * mean_square
             for a_row in range(k):
