@@ -16,18 +16,35 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from geomstats_lm.choosing import cross_validate as cross_validate
+    from geomstats_lm.choosing import reference_curve as reference_curve
+    from geomstats_lm.class_labels import register_function_class as register_function_class
     from geomstats_lm.corpus import read_corpus as read_corpus
     from geomstats_lm.corpus import windows as windows
     from geomstats_lm.cube import open_cube as open_cube
     from geomstats_lm.cube import open_study as open_study
+    from geomstats_lm.damage import damage_ratio as damage_ratio
     from geomstats_lm.decompose import decompose as decompose
+    from geomstats_lm.dominant import dominant_subspaces as dominant_subspaces
+    from geomstats_lm.dominant import subspace_relations as subspace_relations
     from geomstats_lm.extract import extract as extract
     from geomstats_lm.geometry import geometry as geometry
+    from geomstats_lm.geometry_summary import geometry_summary as geometry_summary
+    from geomstats_lm.import_activations import import_activations as import_activations
     from geomstats_lm.models import as_language_model as as_language_model
     from geomstats_lm.models import load_model as load_model
     from geomstats_lm.perturb import perturb as perturb
+    from geomstats_lm.statistics import adjust as adjust
+    from geomstats_lm.statistics import cluster_bootstrap as cluster_bootstrap
+    from geomstats_lm.statistics import compare_correlations as compare_correlations
+    from geomstats_lm.statistics import meta_analysis as meta_analysis
+    from geomstats_lm.statistics import mixed_model as mixed_model
+    from geomstats_lm.statistics import ols as ols
+    from geomstats_lm.statistics import quantile_regression as quantile_regression
     from geomstats_lm.statistics import rank_correlation as rank_correlation
+    from geomstats_lm.statistics import test_distinct as test_distinct
     from geomstats_lm.study import run_study as run_study
+    from geomstats_lm.verify import verify_study as verify_study
 
 __version__ = "0.1.0"
 
@@ -38,12 +55,29 @@ _PUBLIC = {
     "load_model": "models",
     "as_language_model": "models",
     "extract": "extract",
+    "import_activations": "import_activations",
     "open_study": "cube",
     "open_cube": "cube",
+    "verify_study": "verify",
     "decompose": "decompose",
+    "register_function_class": "class_labels",
+    "cross_validate": "choosing",
+    "reference_curve": "choosing",
     "geometry": "geometry",
+    "geometry_summary": "geometry_summary",
+    "dominant_subspaces": "dominant",
+    "subspace_relations": "dominant",
     "perturb": "perturb",
+    "damage_ratio": "damage",
     "rank_correlation": "statistics",
+    "compare_correlations": "statistics",
+    "cluster_bootstrap": "statistics",
+    "meta_analysis": "statistics",
+    "mixed_model": "statistics",
+    "ols": "statistics",
+    "quantile_regression": "statistics",
+    "test_distinct": "statistics",
+    "adjust": "statistics",
     "run_study": "study",
 }
 

@@ -241,6 +241,25 @@ def correlate(
         typer.echo(f"Written to {out}")
 
 
+@app.command()
+def verify(
+    store: Annotated[Path, typer.Argument(help="Zarr store of the study.")],
+    everything: Annotated[
+        bool, typer.Option("--all", help="Read every value, not a sample.")
+    ] = False,
+    seed: int = 0,
+) -> None:
+    """Check a store against its schema, ledgers and checksums; exit code 1 if anything is wrong.
+
+    Example: [bold]geomstats-lm verify results/quickstart/study.zarr[/bold]
+    """
+    from geomstats_lm import verify_study
+
+    findings = verify_study(store, sample=None if everything else 4, seed=seed)
+    if len(findings):
+        raise typer.Exit(1)
+
+
 def main() -> None:
     """Run the command line; errors of use are one line and exit code 2."""
     from transformers.utils import logging

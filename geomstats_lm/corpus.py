@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -252,14 +253,16 @@ def _texts(source: Any, encoding: str) -> Iterable[tuple[str, str]]:
 
 
 def _looks_like_path(item: str) -> bool:
-    if len(item) > 1024 or "\n" in item:
-        return False
-    return Path(item).exists() or (Path(item).suffix in SUFFIXES and " " not in item)
+    return os.path.exists(item) or (
+        len(item) < 1000 and Path(item).suffix in SUFFIXES and not re.search(r"\s", item)
+    )
 
 
 def _read_path(path: Path, encoding: str) -> Iterable[tuple[str, str]]:
-    if not path.exists():
-        raise FileNotFoundError(f"source: there is no file or folder {path}")
+    if not os.path.exists(path):  # False too where the name is no possible path
+        raise FileNotFoundError(
+            f"source: there is no file or folder {str(path)[:200]} (texts themselves go in a list)"
+        )
     if path.is_dir():
         files = sorted(
             f

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import pydantic
 
+from geomstats_lm.class_labels import parse_classes
 from geomstats_lm.cube import model_key
 from geomstats_lm.decompose import DEFAULT_CLASSES
 
@@ -73,6 +74,11 @@ class DecomposeSection(_Section):
     target: Literal["update", "state"] = "update"
     metric: Literal["euclidean", "cosine", "standardized"] = "euclidean"
 
+    @pydantic.field_validator("classes")
+    @classmethod
+    def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(parsed.label for parsed in parse_classes(value))
+
 
 class PerturbSection(_Section):
     """Which approximations replace layers, where, and beside which controls."""
@@ -83,6 +89,11 @@ class PerturbSection(_Section):
     controls: tuple[Literal["exchanged", "gaussian", "isotropic"], ...] = ("exchanged",)
     draws: int = pydantic.Field(1, ge=1)
     seed: int = 0
+
+    @pydantic.field_validator("function_class")
+    @classmethod
+    def _known(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        return None if value is None else tuple(parsed.label for parsed in parse_classes(value))
 
 
 class CorrelateSection(_Section):

@@ -7,6 +7,7 @@ Whatever moment a writer is killed at, a unit is either ticked off and whole, or
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
+from geomstats_lm.chunk_files import write_chunks
 from geomstats_lm.encoding import BFLOAT16_NAN, STORAGE_DTYPES, checksum, encode
 from geomstats_lm.storage import (
     EMPTY_GROUP,
@@ -38,10 +40,6 @@ LABEL_CHUNK = 1 << 20  # tokens to a chunk of a coordinate
 GRACE_SECONDS = 2.0  # how long another writer's half-made leaf gets before it counts as abandoned
 
 Grid = Mapping[str, Sequence[tuple[int, int]]]
-
-
-class IncompleteError(ValueError):
-    """A leaf of the study has unfinished chunks; the same command that began it carries on."""
 
 
 class SettingsError(ValueError):
@@ -156,13 +154,15 @@ def write_unit(
         If a finite value does not fit the storage dtype; nothing of the unit is written.
     """
     group = open_group(store, f"{key}/{leaf}", mode="r+")
-    encoded = {
-        name: encode(np.asarray(parts[name]), group[name], _layers_of(group, name, regions[name]))
-        for name in parts
-    }
+    arrays = {name: group[name] for name in parts}
+    encoded = {}
+    for name, array in arrays.items():
+        layers = functools.partial(_layers_of, group, array, regions[name])
+        encoded[name] = encode(np.asarray(parts[name]), array, layers)
     for name, values in encoded.items():
-        group[name].with_config({"write_empty_chunks": True})[regions[name]] = values
-    group[LEDGER][unit] = checksum(encoded)
+        write_chunks(arrays[name], regions[name], values)
+    tick = np.array([[checksum(encoded)]], dtype=np.uint32)
+    write_chunks(group[LEDGER], tuple(slice(i, i + 1) for i in unit), tick)
 
 
 def finish_leaf(store: str | Path, key: str, leaf: str, *, since: float) -> bool:
@@ -294,9 +294,7 @@ def _leaf_files(
             empty = da.zeros(variable.shape, chunks=-1, dtype=dtype)
             variable = xr.Variable(variable.dims, empty, variable.attrs)
         how: dict[str, Any] = {}
-        if (
-            chunks is not None
-        ):  # float activations compress by a tenth, and that costs 2-4x in speed
+        if chunks is not None:  # activations compress by a tenth, and that costs 2-4x in speed
             how = {"chunks": tuple(c[0] for c in chunks), "compressors": None}
         elif variable.ndim:
             how = {"chunks": tuple(max(1, min(n, LABEL_CHUNK)) for n in variable.shape)}
@@ -315,18 +313,19 @@ def _leaf_files(
             memory, mode="w", compute=False, consolidated=False, encoding=encoding, zarr_format=3
         )
     group: Any = zarr.open_group(memory, mode="a", zarr_format=3)
+    whole = all(v.chunks is None for v in template.data_vars.values())
+    spans = {
+        f"unit_{d}s": int(template.sizes.get(d, 1) if whole else grid[d][0][1] - grid[d][0][0])
+        for d in ("layer", "token")
+    }
     ledger = group.create_array(
         LEDGER, shape=(len(grid["layer"]), len(grid["token"])), chunks=(1, 1), dtype="uint32",
         fill_value=0, compressors=None, dimension_names=LEDGER_DIMS,
-        attributes={
-            "long_name": "CRC-32 of each finished unit, 0 where unfinished",
-            "unit_layers": int(grid["layer"][0][1] - grid["layer"][0][0]),
-            "unit_tokens": int(grid["token"][0][1] - grid["token"][0][0]),
-        },
+        attributes={"long_name": "CRC-32 of each finished unit, 0 where unfinished", **spans},
     )  # fmt: skip
-    if all(v.chunks is None for v in template.data_vars.values()):
-        whole = checksum({str(name): np.asarray(group[str(name)][...]) for name in variables})
-        ledger[...] = np.full(ledger.shape, whole, dtype=np.uint32)
+    if whole:
+        crc = checksum({str(name): np.asarray(group[str(name)][...]) for name in variables})
+        ledger[...] = np.full(ledger.shape, crc, dtype=np.uint32)
     return dict(memory._store_dict)
 
 
@@ -365,9 +364,9 @@ def _drop_abandoned(store: str | Path, key: str, leaf: str, settings: Mapping[st
         time.sleep(GRACE_SECONDS / 20)
 
 
-def _layers_of(group: Any, name: str, region: tuple[slice, ...]) -> list[int] | None:
-    """Layer numbers of a region, where the variable has layers."""
-    dims = group[name].metadata.dimension_names or ()
+def _layers_of(group: Any, array: Any, region: tuple[slice, ...]) -> list[int]:
+    """Layer numbers of a region of a variable; none where it has no layers."""
+    dims = array.metadata.dimension_names or ()
     if "layer" not in dims or "layer" not in group:
-        return None
+        return []
     return np.atleast_1d(group["layer"][region[dims.index("layer")]]).tolist()

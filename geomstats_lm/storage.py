@@ -14,6 +14,10 @@ LEDGER = "finished"
 EMPTY_GROUP = {"attributes": {}, "zarr_format": 3, "node_type": "group"}
 
 
+class IncompleteError(ValueError):
+    """A leaf of the study has unfinished chunks; the same command that began it carries on."""
+
+
 def open_zarr_store(store: str | Path, *, read_only: bool = False) -> Any:
     """Zarr's store for a folder or an fsspec URL."""
     from zarr.storage import FsspecStore, LocalStore
@@ -90,13 +94,14 @@ def publish(store: str | Path) -> None:
     zarr_store = open_zarr_store(store)
     while True:
         root = read_json(zarr_store, "zarr.json") or dict(EMPTY_GROUP)
-        wanted = {"kind": "inline", "must_understand": False, "metadata": _published(store)}
+        wanted = consolidated(store)
         if root.get("consolidated_metadata") == wanted:
             return
         write_json(zarr_store, "zarr.json", {**root, "consolidated_metadata": wanted})
 
 
-def _published(store: str | Path) -> dict[str, Any]:
+def consolidated(store: str | Path) -> dict[str, Any]:
+    """The consolidated metadata that lists the finished leaves."""
     zarr_store = open_zarr_store(store, read_only=True)
     metadata: dict[str, Any] = {}
     for path in list_leaves(store):
@@ -106,7 +111,7 @@ def _published(store: str | Path) -> dict[str, Any]:
         names = sorted(name for name, _ in open_group(store, path).arrays())
         for node in (key, path, *(f"{path}/{name}" for name in names)):
             metadata[node] = read_json(zarr_store, f"{node}/zarr.json")
-    return metadata
+    return {"kind": "inline", "must_understand": False, "metadata": metadata}
 
 
 def list_keys(zarr_store: Any, path: str) -> list[str]:

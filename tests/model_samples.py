@@ -13,7 +13,10 @@ from tests.cube_samples import token_labels
 def tiny_gpt2(*, head: bool = True, seed: int = 0, name: str = "tiny", **config):
     from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 
-    shape = {"n_embd": 16, "n_layer": 4, "n_head": 2, "vocab_size": 60, "n_positions": 32}
+    shape = {
+        "n_embd": 16, "n_layer": 4, "n_head": 2, "vocab_size": 60, "n_positions": 32,
+        "bos_token_id": 0, "eos_token_id": 0,
+    }  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = (GPT2LMHeadModel if head else GPT2Model)(GPT2Config(**(shape | config)))

@@ -11,13 +11,14 @@ import pytest
 import torch
 import xarray as xr
 
-from geomstats_lm import extract as extract_room
 from geomstats_lm import selection
 from geomstats_lm.cube import IncompleteError, SettingsError, has_leaf, open_leaf, settings_of
 from geomstats_lm.extract import extract, next_token_loss
 from geomstats_lm.selection import run_of_windows
 from tests.cube_samples import contents
 from tests.model_samples import random_windows, tiny_bert, tiny_gpt2
+
+extract_room = sys.modules[extract.__module__]  # the package's name for it is the verb
 
 
 @pytest.fixture(autouse=True)
@@ -271,13 +272,13 @@ def test_a_part_overwrites_nothing(model, store):
 def test_threads_that_create_one_leaf_at_once_lose_nothing(model, tmp_path):
     run(model, tmp_path / "whole")
     errors: list = []
+    models = {i: tiny_gpt2() for i in range(1, 5)}  # one model is not read by two threads at once
     start = threading.Barrier(4)
 
     def worker(number):
         try:
-            mine = tiny_gpt2()  # one model cannot be read by two threads at a time
             start.wait()
-            run(mine, tmp_path / "shared", part=(number, 4))
+            run(models[number], tmp_path / "shared", part=(number, 4))
         except Exception as error:
             errors.append(error)
 

@@ -20,7 +20,6 @@ import pandas as pd
 
 _NAME = re.compile(r"(?<![\w.'\"])([A-Za-z_]\w*)(?![\w'\"]|\s*[(.]|\s*=(?!=))")
 _NOT_VARIABLES = {"True", "False", "None", "np"}
-_BARE = re.compile(r"[A-Za-z_]\w*")
 NORMS = {
     "raw": "residual_norm",
     "relative": "relative_error",
@@ -145,7 +144,7 @@ def evaluate(expression: str, columns: Mapping[str, np.ndarray]) -> tuple[np.nda
     A bare name passes through untouched; anything else goes through formulaic, where a factor
     becomes indicators of all its levels but the first.
     """
-    if _BARE.fullmatch(expression) and np.asarray(columns[expression]).dtype.kind in "biuf":
+    if expression in columns and np.asarray(columns[expression]).dtype.kind in "biuf":
         return np.asarray(columns[expression], dtype=float)[:, None], [expression]
     frame = pd.DataFrame({name: columns[name] for name in variable_names(expression)})
     with np.errstate(divide="ignore", invalid="ignore"):  # log(0) is -inf, a value ranks know

@@ -43,6 +43,8 @@ def infer(
     z_std_error: float | None = None,
     z_std_errors: np.ndarray | None = None,
     reason: str = "",
+    bounded: bool = True,
+    null: float = 0.0,
 ) -> dict[str, Any]:
     """Columns of one row: standard error, interval, test, diagnostics.
 
@@ -61,6 +63,10 @@ def infer(
         "bootstrap-t".
     reason
         Why the estimate is missing, if it is.
+    bounded
+        The estimate is a correlation: intervals that depend on the scale use arctanh.
+    null
+        Value that the test compares the estimate with.
     """
     replicates = np.asarray(replicates, dtype=float)
     row: dict[str, Any] = {"estimate": float(estimate), **UNDEFINED}
@@ -83,11 +89,11 @@ def infer(
             jackknife=jackknife,
             std_error=z_std_error,
             replicate_std_errors=z_std_errors,
-            fisher_z=True,
+            fisher_z=bounded,
         )
         reason = why or reason
         row |= {"conf_low": low, "conf_high": high, "interval": used}
-        row |= _test(float(estimate), replicates, n_clusters)
+        row |= _test(float(estimate) - null, replicates, n_clusters)
     row["converged"] = bool(np.isfinite(row["conf_low"]) and np.isfinite(row["conf_high"]))
     if row["converged"] and row["std_error"] < 1e-12:
         reason = "every resample gives the same value"
@@ -96,7 +102,7 @@ def infer(
     return {**row, "reason": reason}
 
 
-def _test(estimate: float, replicates: np.ndarray, n_clusters: int) -> dict[str, float]:
+def _test(distance: float, replicates: np.ndarray, n_clusters: int) -> dict[str, float]:
     finite = replicates[np.isfinite(replicates)]
     if finite.size < 2:
         return {}
@@ -104,7 +110,7 @@ def _test(estimate: float, replicates: np.ndarray, n_clusters: int) -> dict[str,
     if std_error < 1e-12:
         # a perfect or a constant relation: there is nothing to scale a statistic by
         return {"std_error": std_error}
-    statistic = estimate / std_error
+    statistic = distance / std_error
     return {"std_error": std_error, "statistic": statistic, "p_value": _p(statistic, n_clusters)}
 
 

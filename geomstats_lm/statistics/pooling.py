@@ -9,7 +9,7 @@ dependence between them; cells of different models were drawn apart and are aver
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -59,7 +59,6 @@ class RankCorrelation(Result):
     """
 
     by: tuple[str, ...] = ()
-    replicates: xr.DataArray = field(default_factory=lambda: xr.DataArray(np.empty((0, 0))))
     populations: tuple[str, ...] = ()
 
     def pool(

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import xarray as xr
 
 INTERVAL_COLUMNS = ("conf_low", "conf_high")
 
@@ -36,6 +37,8 @@ class Result:
         Gives one row per observation when called (data may be lazy and large).
     notes
         Sentences a reader of the table needs.
+    replicates
+        Every row's value in every bootstrap resample, where there was a bootstrap.
     """
 
     title: str
@@ -44,6 +47,7 @@ class Result:
     settings: dict[str, Any] = field(default_factory=dict)
     observations: Callable[[], pd.DataFrame] | None = None
     notes: list[str] = field(default_factory=list)
+    replicates: xr.DataArray = field(default_factory=lambda: xr.DataArray(np.empty((0, 0))))
 
     def tidy(self, conf_int: bool = True) -> pd.DataFrame:
         """One row per estimate; `conf_int=False` leaves out the interval."""

@@ -1,0 +1,163 @@
+"""Any causal model as a stack of blocks: what is read, what is replaced, what is left as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from geomstats_lm.blocks import (
+    UnsupportedModelError,
+    appends_exactly,
+    capture,
+    resume,
+    resume_single,
+)
+from geomstats_lm.models import as_language_model, load_model, parameter_checksum
+from tests.families import FAMILIES, random_model
+from tests.model_samples import tiny_bert, tiny_gpt2
+
+STORIES = Path("../shared/data/models/stories260K")
+IDS = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_is_read_and_resumed(family: str) -> None:
+    """h_L through final norm and head is the output; an unchanged patch changes nothing."""
+    lm = random_model(family)
+    ids = IDS % lm.vocabulary
+    states, logits = capture(lm, ids)
+    assert len(states) == lm.n_layers + 1
+    for layer in range(1, lm.n_layers + 1):
+        assert torch.equal(resume(lm, ids, layer, states[layer]), logits)
+    # brute force: the block's output changed by a hook, nothing skipped
+    layer = lm.n_layers - 1
+    patched = states[layer].clone()
+    patched[:, 5] += torch.randn(lm.dim, generator=torch.Generator().manual_seed(0))
+    expected = _hooked(lm, ids, layer, patched)
+    found = resume(lm, ids, layer, patched)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(found[:, 5:], logits[:, 5:], atol=1e-4)
+    if lm.causal:
+        torch.testing.assert_close(found[:, :5], logits[:, :5], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_neox", "gemma2", "mixtral"])
+def test_appended_single_positions_are_exact(family: str) -> None:
+    lm = random_model(family)
+    ids = IDS % lm.vocabulary
+    states, _ = capture(lm, ids)
+    assert appends_exactly(lm, ids, states)
+    rows = torch.tensor([[1, 4, 4], [11, 0, 7]])
+    patch = torch.randn(2, 3, lm.dim, generator=torch.Generator().manual_seed(0))
+    quick = resume_single(lm, ids, 1, states[1], patch, rows)
+    for i in range(2):
+        for j in range(3):
+            state = states[1][i : i + 1].clone()
+            state[0, rows[i, j]] = patch[i, j]
+            slow = resume(lm, ids[i : i + 1], 1, state)[0, rows[i, j]]
+            torch.testing.assert_close(quick[i, j], slow, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["mamba", "rwkv", "bloom", "jamba"])
+def test_models_that_cannot_append_are_known(family: str) -> None:
+    """Recurrent mixers and ALiBi do not read position ids; appending would be silently wrong."""
+    lm = random_model(family)
+    ids = IDS % lm.vocabulary
+    assert not appends_exactly(lm, ids, capture(lm, ids)[0])
+
+
+def test_last_state_is_before_the_final_norm() -> None:
+    lm = tiny_gpt2()
+    states, logits = capture(lm, IDS)
+    inner = lm.model.transformer
+    torch.testing.assert_close(lm.model.lm_head(inner.ln_f(states[-1])), logits)
+    theirs = lm.model(IDS, output_hidden_states=True).hidden_states[-1]
+    assert not torch.allclose(theirs, states[-1], atol=1e-3)  # the trap
+
+
+def test_rwkv_is_not_rescaled() -> None:
+    """RWKV in evaluation mode halves the stream every ``rescale_every`` blocks by itself."""
+    torch.manual_seed(0)
+    from transformers import RwkvConfig, RwkvForCausalLM
+
+    config = RwkvConfig(
+        vocab_size=60,
+        hidden_size=16,
+        attention_hidden_size=16,
+        num_hidden_layers=3,
+        rescale_every=1,
+    )
+    reference = RwkvForCausalLM(config)
+    reference.train()  # training mode does not rescale
+    with torch.no_grad():
+        expected = reference(IDS).logits
+    lm = as_language_model(reference)
+    torch.testing.assert_close(capture(lm, IDS)[1], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_hooks_are_gone_and_parameters_unchanged_after_an_exception() -> None:
+    lm = tiny_gpt2()
+    before = parameter_checksum(lm)
+    with pytest.raises(IndexError):
+        capture(lm, IDS + 10_000)
+    states, _ = capture(lm, IDS)
+    with pytest.raises(IndexError):
+        resume(lm, IDS + 10_000, 2, states[2])
+    with pytest.raises(ValueError, match=r"layer=9"):
+        resume(lm, IDS, 9, states[2])
+    with pytest.raises(ValueError, match="state has shape"):
+        resume(lm, IDS, 2, states[2][:, :3])
+    for module in lm.model.modules():
+        assert not module._forward_hooks and not module._forward_pre_hooks
+        assert "forward" not in module.__dict__
+    assert parameter_checksum(lm) == before
+
+
+def test_models_that_are_no_stack_are_refused_by_reason() -> None:
+    lm = tiny_gpt2()
+    lm.model.config.n_layer = 7
+    with pytest.raises(UnsupportedModelError, match="no list of 7 blocks"):
+        as_language_model(lm.model)
+    meddled = tiny_gpt2().model
+    meddled.transformer.h[1].register_forward_pre_hook(lambda m, args: (args[0] * 0.5, *args[1:]))
+    with pytest.raises(UnsupportedModelError, match="something acts on the state between blocks"):
+        as_language_model(meddled)
+
+
+def test_encoders_and_headless_models_can_be_read() -> None:
+    assert not tiny_bert().causal
+    headless = tiny_gpt2(head=False)
+    assert headless.causal and headless.vocabulary == 0
+
+
+def test_missing_models_say_so(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no model folder or file"):
+        load_model(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"holds no config\.json"):
+        load_model(tmp_path)
+    with pytest.raises(ValueError, match="dtype='float8'"):
+        load_model(tmp_path, dtype="float8")
+
+
+@pytest.mark.skipif(not STORIES.exists(), reason="the shared pretrained model is not here")
+def test_pretrained_llama_loads_and_fresh_weights_are_seeded() -> None:
+    lm = load_model(STORIES)
+    assert (lm.name, lm.n_layers, lm.dim, lm.vocabulary) == ("stories260K", 5, 64, 512)
+    fresh = [load_model(STORIES, untrained=True, seed=s) for s in (0, 0, 1)]
+    assert fresh[0].name == "stories260K-untrained" and fresh[0].attrs["untrained"] == 1
+    sums = [parameter_checksum(m) for m in (lm, *fresh)]
+    assert sums[1] == sums[2] and len(set(sums)) == 3
+
+
+def _hooked(lm, ids, layer, state):
+    def replace(module, args, output):
+        return (state, *output[1:]) if isinstance(output, (tuple, list)) else state
+
+    handle = lm.blocks[layer - 1].register_forward_hook(replace)
+    try:
+        with torch.no_grad():
+            return lm.model(input_ids=ids).logits
+    finally:
+        handle.remove()
