@@ -14,6 +14,14 @@ import numpy as np
 import xarray as xr
 
 from geomstats_lm.cube import ordered, settings_of, write_leaf
+from geomstats_lm.geometry_measures import (
+    CLASS_MEASURES,
+    ENERGY_MEASURES,
+    STATE_MEASURES,
+    class_measures,
+    energy_measures,
+    state_measures,
+)
 
 TOKENS_PER_CHUNK = 1 << 16  # per-token numbers are small: one file holds many runs
 
@@ -22,36 +30,13 @@ CARRIED = (
     "effective_df",
 )  # fmt: skip
 
-# name -> (long name, units), of what belongs to a token whatever the function class
-STATE_MEASURES = {
-    "state_norm": ("norm of the state before the block", ""),
-    "next_state_norm": ("norm of the state after the block", ""),
-    "update_norm": ("norm of the update", ""),
-    "update_centred_norm": ("norm of the update less its reference mean", ""),
-    "cos_next_state_state": ("cosine of the states after and before the block", ""),
-}
-# the same for a (function class, token)
-CLASS_MEASURES = {
-    "tokenwise_norm": ("norm of the tokenwise part", ""),
-    "residual_norm": ("norm of the residual", ""),
-    "residual_norm_standardized": ("norm of the residual in standard deviations per dim", ""),
-    "relative_error": ("norm of the residual over norm of the update", ""),
-    "cos_update_tokenwise": ("cosine of update and tokenwise part", ""),
-    "cos_centred": ("cosine of update and tokenwise part, both less the mean update", ""),
-    "cos_update_residual": ("cosine of update and residual", ""),
-    "cos_next_state_tokenwise": ("cosine of the state after the block and its approximation", ""),
-    "angle_update_tokenwise": ("angle of update and tokenwise part", "degree"),
-    "angle_update_residual": ("angle of update and residual", "degree"),
-    "angle_residual_tokenwise": ("angle of residual and tokenwise part", "degree"),
-    "forced_cos_update_tokenwise": ("sqrt(1 - e^2): cosine that the residual's size forces", ""),
-    "forced_cos_centred": ("the same for the centred cosine", ""),
-    "forced_cos_update_residual": ("e: cosine that the residual's size forces", ""),
-}
-
 
 def geometry(
     data: xr.DataTree | xr.Dataset,
     *,
+    subspace: int | float | xr.Dataset | None = None,
+    centred: bool = False,
+    model: Any = None,
     exclude: bool = True,
     store: str | Path | None = None,
     overwrite: bool = False,
@@ -64,11 +49,20 @@ def geometry(
     data : xarray.DataTree or xarray.Dataset
         A model's node of a study, or what :func:`decompose` returned: ``update`` and ``state``
         (model, layer, token, dim), ``tokenwise`` (model, function_class, layer, token, dim).
+    subspace : int, float or xarray.Dataset, optional
+        Adds energies in the dominant tokenwise subspace: its number of dimensions m, or the share
+        of energy in (0, 1) that it holds, both of which need a node with activations since the
+        subspace is that of the *reference* tokens, decomposed in addition; or what
+        :func:`dominant_subspaces` returned.  By default there are no energies.
+    centred : bool
+        Whether that subspace, and the energies in it, are about the reference means.
+    model : LanguageModel, optional
+        For the subspace of the class ``self_only``.
     exclude : bool
         NaN at tokens that are left out of statistics: the first of a window, special ones, and
         those massive at the layer.  ``usable`` tells which either way.
     store : str or Path, optional
-        Study to write the leaf ``geometry`` to.
+        Study to write the leaf ``geometry`` to (and ``subspace``, where one is computed).
     overwrite : bool
         Replace a geometry that was made from another decomposition.
     progress : bool
@@ -78,20 +72,26 @@ def geometry(
     -------
     xarray.Dataset
         Lazy.  Per token (model, [function_class,] layer, token): norms, ``relative_error``,
-        cosines, angles in degrees, and the ``forced_*`` values (NaN where e >= 1: they do not
-        exist there).  Per layer (model, function_class, layer): ``explained`` and
-        ``r2_centred``, ``n`` and counts of tokens left out.  Sums are in float64.
+        cosines, angles in degrees, the ``forced_*`` values (NaN where e >= 1: they do not exist
+        there) and, with a subspace, ``energy_update``, ``energy_tokenwise``, ``energy_residual``.
+        Per layer (model, function_class, layer): ``explained``, ``r2_centred``,
+        ``explained_beyond_token_mean`` (where that class is there), ``energy_share_*``, ``n`` and
+        counts of tokens left out; with a subspace ``pooled_energy_*``, ``energy_forced`` = m/d
+        and ``n_components``.  Sums are in float64.
 
     Raises
     ------
     ValueError
-        If a variable that is needed is missing.
+        If a variable that is needed is missing, or a subspace is asked for by number and there
+        are no activations to take reference tokens from.
 
     Notes
     -----
-    ``explained = 1 - sum |r|^2 / sum |D|^2`` and
-    ``r2_centred = 1 - sum |r|^2 / sum |D - mean D|^2``, sums over usable evaluation tokens, the
-    mean over reference tokens.
+    ``explained = 1 - sum |r|^2 / sum |D|^2`` is against no update at all, ``r2_centred = 1 - sum
+    |r|^2 / sum |D - mean D|^2`` against the mean update of the reference tokens, both sums over
+    usable evaluation tokens; ``explained_beyond_token_mean`` against the residual of the class
+    ``token_mean``.  ``energy_share_tokenwise`` = sum |t|^2 / sum |D|^2 and so on: tokenwise,
+    residual and twice their product add up to 1.
 
     Examples
     --------
@@ -103,46 +103,17 @@ def geometry(
     >>> geometry(data).relative_error.values.ravel()
     array([0.5, 0.5], dtype=float32)
     """
-    decomposition = _decomposition_of(data)
+    decomposition = decomposition_of(data)
     single = decomposition["update"].chunks is None
-    lazy = decomposition.chunk({"dim": -1})
-    usable = usable_tokens(lazy)
-    mean, sd = _reference(lazy, "reference_update_mean", 0.0), _reference(
-        lazy, "reference_state_sd", np.nan
+    space, made = _subspace(
+        data, subspace, centred=centred, model=model, store=store, overwrite=overwrite,
+        progress=progress,
     )  # fmt: skip
-    measured = {
-        **_measure(state_measures, STATE_MEASURES, [lazy.state, lazy["update"], mean]),
-        **_measure(
-            class_measures, CLASS_MEASURES, [lazy.state, lazy["update"], lazy.tokenwise, mean, sd]
-        ),
-    }
-    counted = {name: values.where(usable) for name, values in measured.items()}
-    residual = (counted["residual_norm"].astype(float) ** 2).sum("token")
-    totals = {
-        name: (counted[name].astype(float) ** 2).sum("token")
-        for name in ("update_norm", "update_centred_norm")
-    }
-    layered = {
-        "explained": 1 - residual / totals["update_norm"].where(totals["update_norm"] > 0),
-        "r2_centred": 1
-        - residual / totals["update_centred_norm"].where(totals["update_centred_norm"] > 0),
-        "n": usable.sum("token"),
-        "n_massive": lazy.is_massive.sum("token")
-        if "is_massive" in lazy
-        else 0 * usable.sum("token"),
-        "n_error_above_one": (counted["relative_error"] >= 1).sum("token"),
-    }
-    # what tells how far a fit can be trusted goes along: N beside every error, and its distances
-    kept = {n: v for n, v in lazy.data_vars.items() if n in CARRIED}
-    result = xr.Dataset({**(counted if exclude else measured), "usable": usable, **layered, **kept})
-    result = result.assign_coords(
-        {n: c for n, c in decomposition.coords.items() if n not in result.coords}
-    )
-    for name, (text, units) in {**STATE_MEASURES, **CLASS_MEASURES}.items():
-        result[name].attrs = {"long_name": text, **({"units": units} if units else {})}
-    settings = {"exclude": exclude, "decomposition": settings_of(decomposition)}
-    result = result.map(lambda v: v.transpose(*ordered(v.dims)), keep_attrs=True)
+    usable = usable_tokens(decomposition)
+    result = measure(decomposition, usable, exclude=exclude, space=space)
+    settings = {"exclude": exclude, "decomposition": settings_of(decomposition), **made}
     result.attrs = {k: v for k, v in decomposition.attrs.items() if k != "settings"}
+    result.attrs["dim"] = decomposition.sizes["dim"]
     result = result.chunk({"token": _run(decomposition), **_whole(result, "function_class")})
     if store is not None:
         key = str(result.model.values[0])
@@ -151,6 +122,116 @@ def geometry(
             progress=progress,
         )  # fmt: skip
     return result.compute() if single else result
+
+
+def measure(
+    decomposition: xr.Dataset,
+    usable: xr.DataArray,
+    *,
+    exclude: bool = True,
+    space: xr.Dataset | None = None,
+) -> xr.Dataset:
+    """Everything that :func:`geometry` returns, of updates that may depend on the class too.
+
+    Parameters
+    ----------
+    decomposition : xarray.Dataset
+        ``state``, ``update``, ``tokenwise``; further dims (draw, or function_class of an update)
+        are kept.
+    usable : xarray.DataArray of bool
+        Tokens that count.
+    exclude : bool
+        NaN at the others.
+    space : xarray.Dataset, optional
+        From :func:`dominant_subspaces`.
+
+    Returns
+    -------
+    xarray.Dataset
+        Lazy.
+    """
+    lazy = decomposition.chunk({"dim": -1})
+    mean = _reference(lazy, "reference_update_mean", 0.0)
+    sd = _reference(lazy, "reference_state_sd", np.nan)
+    vectors = [lazy.state, lazy["update"]]
+    stacked = [
+        (STATE_MEASURES, _measure(state_measures, STATE_MEASURES, [*vectors, mean])),
+        (
+            CLASS_MEASURES,
+            _measure(class_measures, CLASS_MEASURES, [*vectors, lazy.tokenwise, mean, sd]),
+        ),
+    ]
+    if space is not None:
+        stacked.append((ENERGY_MEASURES, _energies(lazy, mean, space)))
+
+    def named(masked: bool) -> dict[str, xr.DataArray]:
+        # masked once for all, since every step costs the scheduler more than the arithmetic
+        parts = [(names, v.where(usable) if masked else v) for names, v in stacked]
+        return {n: v.isel(measure=i) for names, v in parts for i, n in enumerate(names)}
+
+    counted = named(True)
+    result = xr.Dataset(
+        {
+            **(counted if exclude else named(False)),
+            "usable": usable,
+            **_layered(lazy, counted, usable, space),
+            # what tells how far a fit can be trusted goes along: N beside every error
+            **{n: v for n, v in lazy.data_vars.items() if n in CARRIED},
+        }
+    )
+    labels = {n: c for n, c in decomposition.coords.items() if n not in result.coords}
+    result = result.assign_coords(labels)
+    for name, (text, units) in {**STATE_MEASURES, **CLASS_MEASURES, **ENERGY_MEASURES}.items():
+        if name in result:
+            result[name].attrs = {"long_name": text, **({"units": units} if units else {})}
+    return result.map(lambda v: v.transpose(*ordered(v.dims)), keep_attrs=True)
+
+
+def _layered(
+    data: xr.Dataset,
+    counted: dict[str, xr.DataArray],
+    usable: xr.DataArray,
+    space: xr.Dataset | None,
+) -> dict[str, Any]:
+    """What belongs to a layer: sums of squares over its usable tokens, and counts."""
+
+    def squares(name: str) -> xr.DataArray:
+        return (counted[name].astype(float) ** 2).sum("token")
+
+    residual, update = squares("residual_norm"), squares("update_norm")
+    update = update.where(update > 0)
+    centred = squares("update_centred_norm")
+    tokenwise = squares("tokenwise_norm") / update
+    layered = {
+        "explained": 1 - residual / update,
+        "r2_centred": 1 - residual / centred.where(centred > 0),
+        "energy_share_tokenwise": tokenwise,
+        "energy_share_residual": residual / update,
+        "energy_share_product": 1 - tokenwise - residual / update,
+        "n": usable.sum("token"),
+        "n_massive": data.is_massive.sum("token")
+        if "is_massive" in data
+        else 0 * usable.sum("token"),
+        "n_error_above_one": (counted["relative_error"] >= 1).sum("token"),
+    }
+    if "function_class" in data.coords and "token_mean" in data.function_class.values:
+        floor = residual.sel(function_class="token_mean", drop=True)
+        layered["explained_beyond_token_mean"] = 1 - residual / floor.where(floor > 0)
+    if space is not None:
+        for name, of in (
+            ("update", "update"),
+            ("tokenwise", "tokenwise"),
+            ("residual", "residual"),
+        ):
+            weight = (counted[f"{of}_norm"].astype(float) ** 2).where(
+                counted[f"energy_{name}"].notnull()
+            )
+            total = weight.sum("token")
+            inside = (weight * counted[f"energy_{name}"]).sum("token")
+            layered[f"pooled_energy_{name}"] = inside / total.where(total > 0)
+        layered["n_components"] = space.tokenwise_components
+        layered["energy_forced"] = space.tokenwise_components / data.sizes["dim"]
+    return layered
 
 
 def usable_tokens(data: xr.Dataset) -> xr.DataArray:
@@ -177,89 +258,8 @@ def usable_tokens(data: xr.Dataset) -> xr.DataArray:
     return usable.transpose("model", "layer", "token")
 
 
-def state_measures(state: np.ndarray, update: np.ndarray, mean: np.ndarray) -> np.ndarray:
-    """``STATE_MEASURES`` of vectors along the last axis, stacked on a new last axis.
-
-    Parameters
-    ----------
-    state, update : numpy.ndarray, shape (..., dim)
-    mean : numpy.ndarray, shape (..., dim)
-        Reference mean of the update.
-
-    Returns
-    -------
-    numpy.ndarray of float32, shape (..., 5)
-    """
-    state, update = np.asarray(state, float), np.asarray(update, float)
-    next_state = state + update
-    measures = (
-        _norm(state), _norm(next_state), _norm(update), _norm(update - mean),
-        _cosine(next_state, state),
-    )  # fmt: skip
-    return np.stack(np.broadcast_arrays(*measures), axis=-1).astype(np.float32)
-
-
-def class_measures(
-    state: np.ndarray,
-    update: np.ndarray,
-    tokenwise: np.ndarray,
-    mean: np.ndarray,
-    sd: np.ndarray,
-) -> np.ndarray:
-    """``CLASS_MEASURES`` of vectors along the last axis, stacked on a new last axis.
-
-    Parameters
-    ----------
-    state, update, tokenwise : numpy.ndarray, shape (..., dim)
-    mean : numpy.ndarray, shape (..., dim)
-        Reference mean of the update.
-    sd : numpy.ndarray, shape (..., dim)
-        Reference standard deviation of each dim of the state after the block.
-
-    Returns
-    -------
-    numpy.ndarray of float32, shape (..., 14)
-    """
-    state, update = np.asarray(state, float), np.asarray(update, float)
-    tokenwise = np.asarray(tokenwise, float)
-    residual = update - tokenwise
-    centred = update - mean
-    with np.errstate(divide="ignore", invalid="ignore"):
-        standardized = _norm(np.where(sd > 0, residual / sd, np.where(sd == 0, 0.0, np.nan)))
-        size, update_norm, centred_norm = _norm(residual), _norm(update), _norm(centred)
-        error = np.where(update_norm > 0, size / update_norm, np.nan)
-        error_centred = np.where(centred_norm > 0, size / centred_norm, np.nan)
-        forced = np.where(error < 1, np.sqrt(np.maximum(1 - error**2, 0)), np.nan)
-        forced_centred = np.where(
-            error_centred < 1, np.sqrt(np.maximum(1 - error_centred**2, 0)), np.nan
-        )
-    along, across = _cosine(update, tokenwise), _cosine(update, residual)
-    # an update of zero (identity) has no direction, also once the mean is taken off it
-    along_centred = np.where(np.isnan(along), np.nan, _cosine(centred, tokenwise - mean))
-    forced_centred = np.where(np.isnan(along_centred), np.nan, forced_centred)
-    angle_rt = _cosine(residual, tokenwise)
-    measures = (
-        _norm(tokenwise), size, standardized, error, along, along_centred,
-        across, _cosine(state + update, state + tokenwise),
-        *(np.degrees(np.arccos(np.clip(c, -1, 1))) for c in (along, across, angle_rt)),
-        forced, forced_centred, np.where(error < 1, error, np.nan),
-    )  # fmt: skip
-    return np.stack(np.broadcast_arrays(*measures), axis=-1).astype(np.float32)
-
-
-def _norm(vectors: np.ndarray) -> np.ndarray:
-    return np.sqrt(np.einsum("...d,...d->...", vectors, vectors))
-
-
-def _cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Cosine along the last axis; NaN where a vector is zero, since it has no direction."""
-    norms = _norm(a) * _norm(b)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(norms > 0, np.einsum("...d,...d->...", a, b) / norms, np.nan)
-
-
-def _measure(function: Any, names: dict[str, Any], arrays: list[xr.DataArray]) -> dict[str, Any]:
-    stacked = xr.apply_ufunc(
+def _measure(function: Any, names: dict[str, Any], arrays: list[xr.DataArray]) -> xr.DataArray:
+    return xr.apply_ufunc(
         function,
         *arrays,
         input_core_dims=[["dim"]] * len(arrays),
@@ -268,10 +268,88 @@ def _measure(function: Any, names: dict[str, Any], arrays: list[xr.DataArray]) -
         output_dtypes=[np.float32],
         dask_gufunc_kwargs={"output_sizes": {"measure": len(names)}},
     )
-    return {name: stacked.isel(measure=i) for i, name in enumerate(names)}
 
 
-def _decomposition_of(data: xr.DataTree | xr.Dataset) -> xr.Dataset:
+def _energies(data: xr.Dataset, mean: xr.DataArray, space: xr.Dataset) -> xr.DataArray:
+    """``ENERGY_MEASURES`` in the dominant tokenwise subspace of each layer and class."""
+    labels = {n: data[n].values for n in ("function_class", "layer") if n in data.coords}
+    absent = {n: set(v.tolist()) - set(space[n].values.tolist()) for n, v in labels.items()}
+    if any(absent.values()):
+        raise ValueError(
+            f"subspace: nothing is there for { ({n: v for n, v in absent.items() if v}) }"
+        )
+    space = space.sel(labels)
+    centre = space.tokenwise_centre
+    mean = mean if space.attrs.get("centred", 0) else 0 * mean
+    # The tokenwise part comes first since it has all dims in order: then token is the last that
+    # is looped over, and a block is one matrix product per layer and class.
+    tokenwise = data.tokenwise.transpose(*ordered(data.tokenwise.dims))
+    return xr.apply_ufunc(
+        energy_measures,
+        tokenwise, data["update"], space.tokenwise_basis, centre, mean,
+        input_core_dims=[["dim"], ["dim"], ["component", "dim"], ["dim"], ["dim"]],
+        output_core_dims=[["measure"]],
+        dask="parallelized",
+        join="exact",
+        output_dtypes=[np.float32],
+        dask_gufunc_kwargs={"output_sizes": {"measure": len(ENERGY_MEASURES)}},
+    )  # fmt: skip
+
+
+def _subspace(
+    data: xr.DataTree | xr.Dataset,
+    subspace: int | float | xr.Dataset | None,
+    *,
+    centred: bool,
+    model: Any,
+    **writing: Any,
+) -> tuple[xr.Dataset | None, dict[str, Any]]:
+    """The subspace to measure energies in, and what to record of it."""
+    if subspace is None:
+        return None, {}
+    if isinstance(subspace, xr.Dataset):
+        missing = [n for n in ("basis", "centre", "components") if f"tokenwise_{n}" not in subspace]
+        if missing:
+            raise ValueError(
+                f"subspace: a Dataset from dominant_subspaces() is accepted; {missing} are missing"
+            )
+        return subspace, {"subspace": {"m": subspace.attrs.get("m"), "centred": centred}}
+    if not isinstance(data, xr.DataTree):
+        raise ValueError(
+            f"subspace={subspace!r}: the subspace of the very tokens it is judged on would hold "
+            "them by construction; pass the model's node with its activations, or "
+            "dominant_subspaces(decompose(activations, tokens='reference'))"
+        )
+    from geomstats_lm.dominant import dominant_subspaces
+
+    space = dominant_subspaces(data, subspace, centred=centred, model=model, **writing)
+    return space, {"subspace": {"m": subspace, "centred": centred}}
+
+
+def how_decomposed(decomposition: xr.Dataset) -> dict[str, Any]:
+    """The arguments that make :func:`decompose` do the same once more, on other tokens.
+
+    Parameters
+    ----------
+    decomposition : xarray.Dataset
+        Stored or not; one that was not stored knows nothing of a limited reference.
+    """
+    made, attrs = settings_of(decomposition), decomposition.attrs
+    return {
+        "classes": made.get("classes", [str(c) for c in decomposition.function_class.values]),
+        "layers": [int(layer) for layer in decomposition.layer.values],
+        "k": int(made.get("k", attrs.get("k", 32))),
+        **{
+            name: made.get(name, attrs.get(name, default))
+            for name, default in (
+                ("target", "update"), ("metric", "euclidean"), ("exclude", "document"),
+                ("reference", None), ("seed", 0),
+            )
+        },
+    }  # fmt: skip
+
+
+def decomposition_of(data: xr.DataTree | xr.Dataset) -> xr.Dataset:
     if isinstance(data, xr.DataTree):
         if "decomposition" not in data.children:
             raise ValueError(

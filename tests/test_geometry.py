@@ -147,3 +147,27 @@ def test_every_measure_is_labelled_and_missing_variables_are_named() -> None:
     assert all(measured[n].attrs["long_name"] for n in {**STATE_MEASURES, **CLASS_MEASURES})
     with pytest.raises(ValueError, match=r"\['tokenwise'\] are missing"):
         geometry(decomposition().drop_vars("tokenwise"))
+
+
+def test_energy_shares_add_up_and_token_means_are_the_floor() -> None:
+    data = decomposition(cosine=0.4, size=0.8)
+    labels = {"identity": "token_mean"}
+    data = data.assign_coords(function_class=[labels.get(c, c) for c in data.function_class.values])
+    measured = geometry(data)
+    one = measured.sel(function_class="planted")
+    # |r| is 0.8 of |t| at a cosine of 0.4: of sum |t|^2, 1 + 0.64 + 2 * 0.32 is the update
+    np.testing.assert_allclose(one.energy_share_tokenwise, 1 / 2.28, rtol=1e-5)
+    np.testing.assert_allclose(one.energy_share_residual, 0.64 / 2.28, rtol=1e-5)
+    np.testing.assert_allclose(one.energy_share_product, 0.64 / 2.28, rtol=1e-5)
+    np.testing.assert_allclose(one.explained_beyond_token_mean, one.explained, rtol=1e-6)
+    floor = measured.sel(function_class="token_mean").explained_beyond_token_mean
+    np.testing.assert_allclose(floor, 0, atol=1e-9)
+    usable = one.usable.values
+    np.testing.assert_allclose(one.cos_residual_tokenwise.values[usable], 0.4, atol=1e-5)
+    for angle, cosine in (
+        ("angle_next_state_state", "cos_next_state_state"),
+        ("angle_next_state_tokenwise", "cos_next_state_tokenwise"),
+    ):
+        np.testing.assert_allclose(
+            np.cos(np.radians(one[angle].values[usable])), one[cosine].values[usable], atol=1e-5
+        )
