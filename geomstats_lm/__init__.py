@@ -16,14 +16,21 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from geomstats_lm.choosing import cross_validate as cross_validate
+    from geomstats_lm.choosing import reference_curve as reference_curve
     from geomstats_lm.class_labels import register_function_class as register_function_class
     from geomstats_lm.corpus import read_corpus as read_corpus
     from geomstats_lm.corpus import windows as windows
     from geomstats_lm.cube import open_cube as open_cube
     from geomstats_lm.cube import open_study as open_study
+    from geomstats_lm.damage import damage_ratio as damage_ratio
     from geomstats_lm.decompose import decompose as decompose
+    from geomstats_lm.dominant import dominant_subspaces as dominant_subspaces
+    from geomstats_lm.dominant import subspace_relations as subspace_relations
     from geomstats_lm.extract import extract as extract
     from geomstats_lm.geometry import geometry as geometry
+    from geomstats_lm.geometry_summary import geometry_summary as geometry_summary
+    from geomstats_lm.import_activations import import_activations as import_activations
     from geomstats_lm.models import as_language_model as as_language_model
     from geomstats_lm.models import load_model as load_model
     from geomstats_lm.perturb import perturb as perturb
@@ -48,13 +55,20 @@ _PUBLIC = {
     "load_model": "models",
     "as_language_model": "models",
     "extract": "extract",
+    "import_activations": "import_activations",
     "open_study": "cube",
     "open_cube": "cube",
     "verify_study": "verify",
     "decompose": "decompose",
     "register_function_class": "class_labels",
+    "cross_validate": "choosing",
+    "reference_curve": "choosing",
     "geometry": "geometry",
+    "geometry_summary": "geometry_summary",
+    "dominant_subspaces": "dominant",
+    "subspace_relations": "dominant",
     "perturb": "perturb",
+    "damage_ratio": "damage",
     "rank_correlation": "statistics",
     "compare_correlations": "statistics",
     "cluster_bootstrap": "statistics",

@@ -89,6 +89,16 @@ def capture(
         ``h_0 .. h_L``, before the final norm.
     logits : torch.Tensor, shape (batch, position, vocabulary), or None
     """
+    with _captured(lm) as states, ExitStack() as stack:
+        if not head and lm.gathers_rows:
+            stack.enter_context(head_rows(lm, torch.zeros(len(input_ids), 1, dtype=torch.long)))
+        output = lm.model(input_ids=input_ids.to(lm.device))
+    return states, getattr(output, "logits", None)
+
+
+@contextmanager
+def _captured(lm: LanguageModel) -> Iterator[list[torch.Tensor]]:
+    """Within, one forward pass fills the list with ``h_0 .. h_L``."""
     states: list[torch.Tensor] = []
     keep: Callable[[torch.Tensor], torch.Tensor] = torch.clone if lm.clones else (lambda t: t)
 
@@ -104,10 +114,7 @@ def capture(
         )
         for block in lm.blocks:
             stack.callback(block.register_forward_hook(after_block).remove)
-        if not head and lm.gathers_rows:
-            stack.enter_context(head_rows(lm, torch.zeros(len(input_ids), 1, dtype=torch.long)))
-        output = lm.model(input_ids=input_ids.to(lm.device))
-    return states, getattr(output, "logits", None)
+        yield states
 
 
 @torch.no_grad()
@@ -146,21 +153,122 @@ def resume(
     ValueError
         If ``layer`` is not in 1..L or the state has the wrong shape.
     """
+    with _resumed(lm, input_ids, layer, state) as ids:
+        if rows is not None and lm.gathers_rows:
+            with head_rows(lm, rows):
+                return lm.model(input_ids=ids, **inputs).logits
+        logits = lm.model(input_ids=ids, **inputs).logits
+    return logits if rows is None else _take(logits, rows)
+
+
+@torch.no_grad()
+def resume_final(
+    lm: LanguageModel,
+    input_ids: torch.Tensor,
+    layer: int,
+    state: torch.Tensor,
+    *,
+    rows: torch.Tensor | None = None,
+    **inputs: torch.Tensor,
+) -> torch.Tensor:
+    """Run the model on from a given ``h_layer`` up to its head.
+
+    Parameters
+    ----------
+    lm, input_ids, layer, state, rows, **inputs
+        As in :func:`resume`.
+
+    Returns
+    -------
+    torch.Tensor, shape (batch, position or n, width)
+        What :func:`apply_head` turns into logits: the states after the final norm, which are also
+        the output of a model without a head; the logits themselves where
+        ``lm.gathers_rows`` is False.
+    """
+    with _resumed(lm, input_ids, layer, state) as ids:
+        final = _final_states(lm, ids, **inputs)
+    return final if rows is None else _take(final, rows)
+
+
+@torch.no_grad()
+def capture_final(
+    lm: LanguageModel, input_ids: torch.Tensor
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """All states ``h_0 .. h_L`` of some windows, and what :func:`apply_head` takes."""
+    with _captured(lm) as states:
+        final = _final_states(lm, input_ids.to(lm.device))
+    return states, final
+
+
+@torch.no_grad()
+def apply_head(lm: LanguageModel, final: torch.Tensor) -> torch.Tensor:
+    """Logits of final states, whatever the model does to them before and after its head.
+
+    Parameters
+    ----------
+    lm : LanguageModel
+    final : torch.Tensor, shape (n, width)
+        From :func:`resume_final`.
+
+    Returns
+    -------
+    torch.Tensor, shape (n, vocabulary)
+    """
+    if not lm.gathers_rows:
+        return final
+
+    def exchange(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (final[None], *args[1:])
+
+    # The model itself is run, on one token and with no block, so that soft caps and scales of
+    # the logits are applied as it applies them.
+    with ExitStack() as stack:
+        for block, rest in zip(lm.blocks, lm.block_rest):
+            stack.enter_context(_skipped(block, rest, None))
+        stack.enter_context(_before_head(lm, exchange))
+        return lm.model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=lm.device)).logits[0]
+
+
+@contextmanager
+def _resumed(
+    lm: LanguageModel, input_ids: torch.Tensor, layer: int, state: torch.Tensor
+) -> Iterator[torch.Tensor]:
+    """Within, the model starts from ``h_layer = state``; gives the ids on its device."""
     if not 1 <= layer <= lm.n_layers:
         raise ValueError(f"layer={layer}: accepted are 1..{lm.n_layers}")
     if tuple(state.shape) != (*input_ids.shape, lm.dim):
         raise ValueError(f"state has shape {tuple(state.shape)}, not {(*input_ids.shape, lm.dim)}")
-    dtype = next(lm.model.parameters()).dtype
-    state = state.to(lm.device, dtype)
+    state = state.to(lm.device, next(lm.model.parameters()).dtype)
     with ExitStack() as stack:
         for index in range(layer):
             given = state if index == layer - 1 else None
             stack.enter_context(_skipped(lm.blocks[index], lm.block_rest[index], given))
-        if rows is not None and lm.gathers_rows:
-            stack.enter_context(head_rows(lm, rows))
-            return lm.model(input_ids=input_ids.to(lm.device), **inputs).logits
-        logits = lm.model(input_ids=input_ids.to(lm.device), **inputs).logits
-    return logits if rows is None else _take(logits, rows)
+        yield input_ids.to(lm.device)
+
+
+def _final_states(lm: LanguageModel, ids: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+    if not lm.gathers_rows:
+        output = lm.model(input_ids=ids, **inputs)
+        return output.logits if lm.vocabulary else output[0]
+    kept: list[torch.Tensor] = []
+
+    def keep(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        kept.append(args[0])
+        return (args[0][:, :1], *args[1:])  # the head runs on one position: it costs nothing
+
+    with _before_head(lm, keep):
+        lm.model(input_ids=ids, **inputs)
+    return kept[0]
+
+
+@contextmanager
+def _before_head(lm: LanguageModel, hook: Callable[..., Any]) -> Iterator[None]:
+    head: Any = lm.model.get_output_embeddings()
+    handle = head.register_forward_pre_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @torch.no_grad()
@@ -171,6 +279,8 @@ def resume_single(
     state: torch.Tensor,
     patch: torch.Tensor,
     rows: torch.Tensor,
+    *,
+    head: bool = True,
 ) -> torch.Tensor:
     """Logits at positions each of which alone gets another ``h_layer``, in one forward pass.
 
@@ -190,10 +300,12 @@ def resume_single(
         What replaces it at ``rows``, one position at a time.
     rows : torch.Tensor of int, shape (batch, n)
         Positions; one may come several times.
+    head : bool
+        Whether logits are wanted, or what :func:`apply_head` makes them from.
 
     Returns
     -------
-    torch.Tensor, shape (batch, n, vocabulary)
+    torch.Tensor, shape (batch, n, vocabulary or width)
     """
     batch, length = input_ids.shape
     n = rows.shape[1]
@@ -206,7 +318,8 @@ def resume_single(
     allowed[:, own, own] = True
     dtype = next(lm.model.parameters()).dtype
     mask = torch.zeros(allowed.shape, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)
-    return resume(
+    run = resume if head else resume_final
+    return run(
         lm,
         torch.cat([input_ids, input_ids.gather(1, rows)], dim=1),
         layer,
@@ -233,7 +346,8 @@ def appends_exactly(
     Returns
     -------
     bool
-        True when both agree to 1e-3 of the logits' spread at two layers and three positions.
+        True when both agree at two layers and three positions to what the shape of the batch does
+        to the model's rounding.
     """
     ids, length = input_ids[:1].cpu(), input_ids.shape[1]
     rows = torch.tensor([[1 % length, length // 2, length - 1]])
@@ -241,13 +355,18 @@ def appends_exactly(
         clean = states[layer][:1]
         patch = clean[:, rows[0]].flip(1) * 0.9  # states of this layer, at other positions
         try:
-            quick = resume_single(lm, ids, layer, clean, patch, rows)
+            quick = resume_single(lm, ids, layer, clean, patch, rows, head=False)[0].float()
         except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError):
             return False  # the model takes no position ids or no such mask
         each = clean.repeat(3, 1, 1)
         each[torch.arange(3), rows[0]] = patch[0]
-        slow = resume(lm, ids.repeat(3, 1), layer, each, rows=rows.T)
-        if not float((quick[0] - slow[:, 0]).abs().max()) <= 1e-3 * float(slow.std()):
+        slow = resume_final(lm, ids.repeat(3, 1), layer, each, rows=rows.T)[:, 0]
+        alone = torch.cat([
+            resume_final(lm, ids, layer, each[i : i + 1], rows=rows[:, [i]])[0] for i in range(3)
+        ])  # fmt: skip
+        rounding = float((alone.float() - slow.float()).abs().max())
+        least = 64 * torch.finfo(slow.dtype).eps * float(slow.abs().max())
+        if not float((quick - slow.float()).abs().max()) <= max(8 * rounding, least):
             return False
     return True
 
@@ -259,12 +378,8 @@ def head_rows(lm: LanguageModel, rows: torch.Tensor) -> Iterator[None]:
     def gather(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (_take(args[0], rows), *args[1:])
 
-    head: Any = lm.model.get_output_embeddings()
-    handle = head.register_forward_pre_hook(gather)
-    try:
+    with _before_head(lm, gather):
         yield
-    finally:
-        handle.remove()
 
 
 def _take(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

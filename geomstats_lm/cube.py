@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
+from geomstats_lm.chunk_files import lazy_chunks
 from geomstats_lm.encoding import STORAGE_DTYPES, from_bfloat16
 from geomstats_lm.ledger import (
     Grid,
-    IncompleteError,
     SettingsError,
     finish_leaf,
     prepare_leaf,
@@ -34,6 +34,7 @@ from geomstats_lm.ledger import (
 )
 from geomstats_lm.storage import (
     LEDGER,
+    IncompleteError,
     list_leaves,
     missing_chunks,
     open_group,
@@ -254,6 +255,11 @@ def open_leaf(store: str | Path, key: str, leaf: str, *, incomplete: str = "erro
     dataset = xr.open_zarr(
         str(store), group=path, chunks={}, consolidated=False, drop_variables=[LEDGER]
     )
+    if incomplete == "error":
+        for name, variable in dataset.data_vars.items():
+            chunks = lazy_chunks(group[name])
+            if chunks is not None:
+                dataset[name] = variable.copy(data=chunks)
     # Labels are read at once: they are a thousandth of the data, and xarray needs them to select.
     # Variable-width strings become numpy's fixed-width ones, which pandas understands.
     labels = {

@@ -7,7 +7,7 @@ bfloat16 is the upper half of a float32, rounded to nearest even and kept as uin
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,9 @@ def checksum(parts: Mapping[str, np.ndarray]) -> int:
     return crc or 1
 
 
-def encode(values: np.ndarray, array: Any, layers: Sequence[int] | None = None) -> np.ndarray:
+def encode(
+    values: np.ndarray, array: Any, layers: Callable[[], Sequence[int]] = list
+) -> np.ndarray:
     """Values in an array's storage dtype; a finite value that overflows there is an error."""
     stored = str(array.attrs.get("storage_dtype", array.dtype))
     if values.dtype.kind != "f" or stored == str(values.dtype):
@@ -42,7 +44,7 @@ def encode(values: np.ndarray, array: Any, layers: Sequence[int] | None = None) 
         infinite = np.isinf(encoded)
     lost = infinite & np.isfinite(values)
     if lost.any():
-        raise OverflowError(_overflow(array, values, lost, layers, stored))
+        raise OverflowError(_overflow(array, values, lost, layers(), stored))
     return encoded
 
 
@@ -60,11 +62,11 @@ def from_bfloat16(bits: np.ndarray) -> np.ndarray:
 
 
 def _overflow(
-    array: Any, values: np.ndarray, lost: np.ndarray, layers: Sequence[int] | None, stored: str
+    array: Any, values: np.ndarray, lost: np.ndarray, layers: Sequence[int], stored: str
 ) -> str:
     dims = array.metadata.dimension_names or ()
     where = ""
-    if layers is not None and "layer" in dims:
+    if layers and "layer" in dims:
         others = tuple(i for i in range(values.ndim) if i != dims.index("layer"))
         counts = lost.sum(axis=others)
         where = (

@@ -22,7 +22,7 @@ from geomstats_lm.layer_maps import (
     norms,
     predict,
 )
-from geomstats_lm.neighbours import search_space, to_search_space
+from geomstats_lm.neighbours import half_squared_norms, search_space, to_search_space
 
 MASSIVE = 5.0  # times the layer's median norm
 
@@ -120,8 +120,9 @@ def prepare(
         turned=any(c.name == "orthogonal" for c in by_moments),
         token_ids=labels["token_ids"] if any(c.name == "token_mean" for c in by_moments) else None,
     )  # fmt: skip
+    points = to_search_space(space, before)
     ready = Reference(
-        layer, before, targets, centre, to_search_space(space, before), space, labels,
+        layer, before, targets, centre, points, half_squared_norms(points), space, labels,
         largest_before, largest_after, sums, {}, [], {}, summaries,
     )  # fmt: skip
     ready = ready._replace(ridges=choose_ridges(ready, plan))

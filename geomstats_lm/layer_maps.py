@@ -48,6 +48,7 @@ class Reference(NamedTuple):
     targets: np.ndarray  # (N, d) float32, D_l or h_l
     centre: np.ndarray  # (d,) float32
     points: np.ndarray  # (N, d) float32, where neighbours are searched
+    half_norms: np.ndarray  # (N,) float32, of ``points``
     space: dict[str, Any]
     labels: dict[str, np.ndarray]  # groups, folds, token_ids, documents, each (N,)
     largest_before: float  # norms above these are massive
@@ -93,7 +94,7 @@ def predict(
     indices, distances = nearest(
         to_search_space(ready.space, queries), ready.points, plan.largest_k,
         query_groups=labels["groups"], reference_groups=ready.labels["groups"],
-        device=plan.device,
+        half_norms=ready.half_norms, device=plan.device,
     )  # fmt: skip
     if plan.metric != "euclidean":
         distances = _euclidean(queries, ready.states, indices)

@@ -7,6 +7,7 @@ Whatever moment a writer is killed at, a unit is either ticked off and whole, or
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
+from geomstats_lm.chunk_files import write_chunks
 from geomstats_lm.encoding import BFLOAT16_NAN, STORAGE_DTYPES, checksum, encode
 from geomstats_lm.storage import (
     EMPTY_GROUP,
@@ -38,10 +40,6 @@ LABEL_CHUNK = 1 << 20  # tokens to a chunk of a coordinate
 GRACE_SECONDS = 2.0  # how long another writer's half-made leaf gets before it counts as abandoned
 
 Grid = Mapping[str, Sequence[tuple[int, int]]]
-
-
-class IncompleteError(ValueError):
-    """A leaf of the study has unfinished chunks; the same command that began it carries on."""
 
 
 class SettingsError(ValueError):
@@ -156,13 +154,15 @@ def write_unit(
         If a finite value does not fit the storage dtype; nothing of the unit is written.
     """
     group = open_group(store, f"{key}/{leaf}", mode="r+")
-    encoded = {
-        name: encode(np.asarray(parts[name]), group[name], _layers_of(group, name, regions[name]))
-        for name in parts
-    }
+    arrays = {name: group[name] for name in parts}
+    encoded = {}
+    for name, array in arrays.items():
+        layers = functools.partial(_layers_of, group, array, regions[name])
+        encoded[name] = encode(np.asarray(parts[name]), array, layers)
     for name, values in encoded.items():
-        group[name].with_config({"write_empty_chunks": True})[regions[name]] = values
-    group[LEDGER][unit] = checksum(encoded)
+        write_chunks(arrays[name], regions[name], values)
+    tick = np.array([[checksum(encoded)]], dtype=np.uint32)
+    write_chunks(group[LEDGER], tuple(slice(i, i + 1) for i in unit), tick)
 
 
 def finish_leaf(store: str | Path, key: str, leaf: str, *, since: float) -> bool:
@@ -364,9 +364,9 @@ def _drop_abandoned(store: str | Path, key: str, leaf: str, settings: Mapping[st
         time.sleep(GRACE_SECONDS / 20)
 
 
-def _layers_of(group: Any, name: str, region: tuple[slice, ...]) -> list[int] | None:
-    """Layer numbers of a region, where the variable has layers."""
-    dims = group[name].metadata.dimension_names or ()
+def _layers_of(group: Any, array: Any, region: tuple[slice, ...]) -> list[int]:
+    """Layer numbers of a region of a variable; none where it has no layers."""
+    dims = array.metadata.dimension_names or ()
     if "layer" not in dims or "layer" not in group:
-        return None
+        return []
     return np.atleast_1d(group["layer"][region[dims.index("layer")]]).tolist()

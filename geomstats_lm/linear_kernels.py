@@ -126,20 +126,52 @@ def solve_cholesky(lower, vector):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True, fastmath=FAST)
 def inverse_trace(lower, inverse):  # type: ignore[no-untyped-def]
-    """tr((L L')^-1) = ||L^-1||^2, with L^-1 left transposed in ``inverse``."""
+    """tr((L L')^-1) = ||L^-1||^2, with L^-1 left in ``inverse``."""
     k = lower.shape[0]
     total = 0.0
-    for j in range(k):  # column j of the inverse lies contiguous in row j
-        column = inverse[j]
-        column[j] = lower[j, j]
-        total += column[j] * column[j]
-        for i in range(j + 1, k):
-            value = 0.0
-            for p in range(j, i):
-                value += lower[i, p] * column[p]
-            column[i] = -value * lower[i, i]
-            total += column[i] * column[i]
+    for i in range(k):
+        row = inverse[i]
+        for p in range(k):
+            row[p] = 0.0
+        row[i] = 1.0
+        for j in range(i):
+            share = lower[i, j]
+            before = inverse[j]
+            for p in range(k):
+                row[p] -= share * before[p]
+        scale = lower[i, i]
+        for p in range(k):
+            row[p] *= scale
+            total += row[p] * row[p]
     return total
+
+
+@njit(nogil=True, cache=True, fastmath=FAST)
+def add_outer_products(rows, scales, out):  # type: ignore[no-untyped-def]
+    """out += sum_p scale_p row_p row_p', with full rows."""
+    k = out.shape[0]
+    for p in range(rows.shape[0]):
+        row = rows[p]
+        for i in range(k):
+            share = scales[p] * row[i]
+            into = out[i]
+            for m in range(k):
+                into[m] += share * row[m]
+
+
+@njit(nogil=True, cache=True, fastmath=FAST)
+def multiply(a, b, out):  # type: ignore[no-untyped-def]
+    """out = a b for square matrices, one row of b after the other."""
+    k = out.shape[0]
+    for i in range(k):
+        into = out[i]
+        for m in range(k):
+            into[m] = 0.0
+        for p in range(k):
+            share = a[i, p]
+            row = b[p]
+            for m in range(k):
+                into[m] += share * row[m]
 
 
 @njit(nogil=True, cache=True)

@@ -1,7 +1,7 @@
 """Which k reference tokens are nearest to each query token, none of them from its own group?
 
 Squared distance ``|q - r|^2 = |q|^2 - 2 (q.r - |r|^2 / 2)``: a blocked matrix product gives the
-score ``q.r - |r|^2 / 2`` of every pair, a bounded heap keeps the best, and the few that are kept
+score ``q.r - |r|^2 / 2`` of every pair, a short list keeps the best, and the few that are kept
 are ranked again by their exact distance.
 """
 
@@ -14,8 +14,12 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+FAST = {"nsz", "nnan", "ninf", "reassoc", "contract", "arcp"}
 METRICS = ("euclidean", "cosine", "standardized")
 MARGIN = 8  # candidates kept beyond k, so that rounding of the scores cannot cost a neighbour
+LEAST = np.finfo(np.float32).min
+SPARE = 64  # room in a query's list of candidates before it is cut back
+LANE = 32  # scores looked at together
 QUERY_BLOCK = 256
 REFERENCE_BLOCK = 1024
 
@@ -27,6 +31,7 @@ def nearest(
     *,
     query_groups: np.ndarray | None = None,
     reference_groups: np.ndarray | None = None,
+    half_norms: np.ndarray | None = None,
     device: str = "cpu",
 ) -> tuple[np.ndarray, np.ndarray]:
     """Exact k nearest references of each query, in the Euclidean metric.
@@ -41,6 +46,8 @@ def nearest(
         How many neighbours.
     query_groups, reference_groups : numpy.ndarray of int, shape (n,) and (N,), optional
         A reference of a query's own group (its document, say) is never its neighbour.
+    half_norms : numpy.ndarray of float32, shape (N,), optional
+        What :func:`half_squared_norms` says of ``references``, where it is known already.
     device : str
         "cpu" for the compiled kernels, anything else a torch device.
 
@@ -74,7 +81,7 @@ def nearest(
     own = _as_groups(query_groups, len(queries), "query_groups", -1)
     other = _as_groups(reference_groups, len(references), "reference_groups", -2)
     if device == "cpu":
-        indices, distances = _nearest_compiled(queries, references, k, own, other)
+        indices, distances = _nearest_compiled(queries, references, k, own, other, half_norms)
     else:
         indices, distances = _nearest_torch(queries, references, k, own, other, device)
     short = np.flatnonzero(indices[:, -1] < 0)
@@ -149,40 +156,54 @@ def _as_groups(groups: Any, n: int, name: str, missing: int) -> np.ndarray:
 
 
 def _nearest_compiled(
-    queries: np.ndarray, references: np.ndarray, k: int, own: np.ndarray, other: np.ndarray
+    queries: np.ndarray,
+    references: np.ndarray,
+    k: int,
+    own: np.ndarray,
+    other: np.ndarray,
+    known_norms: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray]:
     import torch
 
     n, d = queries.shape
-    half_norms = half_squared_norms(references)
     keep = k + MARGIN
     indices = np.full((n, k), -1, dtype=np.int64)
     distances = np.full((n, k), np.nan, dtype=np.float32)
+    # Padded to whole blocks: a padding's score is below every threshold.
+    blocks = -(-len(references) // REFERENCE_BLOCK)
+    lanes = (blocks, REFERENCE_BLOCK // LANE, LANE)
+    half_norms = np.full(blocks * REFERENCE_BLOCK, -LEAST, dtype=np.float32)
+    if known_norms is None:
+        known_norms = half_squared_norms(references)
+    half_norms[: len(references)] = known_norms
+    groups = np.zeros(blocks * REFERENCE_BLOCK, dtype=np.int64)
+    groups[: len(references)] = other
+    half_norms, groups = half_norms.reshape(lanes), groups.reshape(lanes)
     # Every product has the same shape whatever the number of queries, so that a query's scores
     # do not depend on which others it is searched with.
     block = np.zeros((QUERY_BLOCK, d), dtype=np.float32)
-    products = np.empty(QUERY_BLOCK * REFERENCE_BLOCK, dtype=np.float32)
+    product = np.zeros((QUERY_BLOCK, REFERENCE_BLOCK), dtype=np.float32)
+    points, left, out = (torch.from_numpy(a) for a in (references, block, product))
     with one_thread():
         for start in range(0, n, QUERY_BLOCK):
             stop = min(start + QUERY_BLOCK, n)
             block[: stop - start] = queries[start:stop]
-            scores = np.full((stop - start, keep), -np.inf, dtype=np.float32)
-            rows = np.full((stop - start, keep), -1, dtype=np.int64)
-            for first in range(0, len(references), REFERENCE_BLOCK):
-                last = min(first + REFERENCE_BLOCK, len(references))
-                product = products[: QUERY_BLOCK * (last - first)].reshape(QUERY_BLOCK, -1)
-                torch.mm(
-                    torch.from_numpy(block),
-                    torch.from_numpy(references[first:last]).T,
-                    out=torch.from_numpy(product),
-                )
+            scores = np.empty((stop - start, keep + SPARE), dtype=np.float32)
+            rows = np.empty(scores.shape, dtype=np.int64)
+            counts = np.zeros(stop - start, dtype=np.int64)
+            thresholds = np.full(stop - start, LEAST, dtype=np.float32)
+            for b in range(blocks):
+                first = b * REFERENCE_BLOCK
+                part = points[first : first + REFERENCE_BLOCK]
+                torch.mm(left, part.T, out=out[:, : len(part)])
                 scan_products(
-                    product, half_norms[first:last], own[start:stop], other[first:last], first,
-                    scores, rows,
+                    product.reshape(QUERY_BLOCK, *lanes[1:]), half_norms[b], own[start:stop],
+                    groups[b], first, keep, scores, rows, counts, thresholds,
                 )  # fmt: skip
             rank_exactly(
-                queries[start:stop], references, rows, indices[start:stop], distances[start:stop]
-            )
+                queries[start:stop], references, keep, scores, rows, counts,
+                indices[start:stop], distances[start:stop],
+            )  # fmt: skip
     return indices, distances
 
 
@@ -191,83 +212,106 @@ def half_squared_norms(points: np.ndarray) -> np.ndarray:
     return (np.einsum("ij,ij->i", points, points, dtype=np.float64) / 2).astype(np.float32)
 
 
-@njit(nogil=True, cache=True, fastmath={"nsz", "reassoc", "contract", "arcp"})
-def scan_products(product, half_norms, own, other, first, scores, rows):  # type: ignore[no-untyped-def]
-    """Keep in each query's heap (worst at the root) the best references of one block."""
-    n = scores.shape[0]
-    width = half_norms.size
-    lane = 64
-    for i in range(n):
-        threshold = scores[i, 0]
-        for begin in range(0, width, lane):
-            end = min(begin + lane, width)
-            above = 0
-            for j in range(begin, end):
-                above += product[i, j] - half_norms[j] > threshold
-            if above == 0:
+@njit(nogil=True, cache=True, fastmath=FAST)
+def scan_products(  # type: ignore[no-untyped-def]
+    product, half_norms, own, other, first, keep, scores, rows, counts, thresholds
+):
+    """Append to each query's list the references of one block that beat its threshold.
+
+    Lists stay in order of row.  Only strictly better scores enter, so that of equal ones the
+    earlier row stays.
+    """
+    capacity, width = scores.shape[1], product.shape[2]
+    for i in range(counts.size):
+        threshold = thresholds[i]
+        count = counts[i]
+        for lane in range(half_norms.shape[0]):
+            # loops from zero to a length unknown to the compiler: these are vectorized
+            found = False
+            for j in range(width):
+                found = found | (product[i, lane, j] - half_norms[lane, j] > threshold)
+            if not found:
                 continue
-            for j in range(begin, end):
-                score = product[i, j] - half_norms[j]
-                # strictly better: of equal scores the earlier row stays, in any blocking
-                if score > threshold and other[j] != own[i]:
-                    _replace_root(scores[i], rows[i], score, first + j)
-                    threshold = scores[i, 0]
+            if count + width > capacity:
+                count = cut_back(scores[i], rows[i], count, keep)
+                threshold = scores[i, 0]
+                for c in range(count):
+                    threshold = min(threshold, scores[i, c])
+            for j in range(width):
+                score = product[i, lane, j] - half_norms[lane, j]
+                if score > threshold and other[lane, j] != own[i]:
+                    scores[i, count] = score
+                    rows[i, count] = first + lane * width + j
+                    count += 1
+        counts[i] = count
+        thresholds[i] = threshold
 
 
 @njit(nogil=True, cache=True)
-def _replace_root(scores, rows, score, row):  # type: ignore[no-untyped-def]
-    """Put a new pair in the place of the worst; the later row is the worse of equal scores."""
-    size = scores.size
-    hole = 0
-    while True:
-        child = 2 * hole + 1
-        if child >= size:
+def cut_back(scores, rows, count, keep):  # type: ignore[no-untyped-def]
+    """Keep the best ``keep`` of a list, in order of row; of equal scores the earlier rows."""
+    if count <= keep:
+        return count
+    # quickselect of the keep-th largest score
+    values = scores[:count].copy()
+    low, high, wanted = 0, count - 1, keep - 1
+    while low < high:
+        pivot = values[(low + high) // 2]
+        i, j = low, high
+        while i <= j:
+            while values[i] > pivot:
+                i += 1
+            while values[j] < pivot:
+                j -= 1
+            if i <= j:
+                values[i], values[j] = values[j], values[i]
+                i += 1
+                j -= 1
+        if wanted <= j:
+            high = j
+        elif wanted >= i:
+            low = i
+        else:
             break
-        sibling = child + 1
-        if sibling < size and (
-            scores[sibling] < scores[child]
-            or (scores[sibling] == scores[child] and rows[sibling] > rows[child])
-        ):
-            child = sibling
-        if score < scores[child] or (score == scores[child] and row > rows[child]):
-            break
-        scores[hole] = scores[child]
-        rows[hole] = rows[child]
-        hole = child
-    scores[hole] = score
-    rows[hole] = row
+    least = values[wanted]
+    ties = keep
+    for c in range(count):
+        ties -= scores[c] > least
+    place = 0
+    for c in range(count):
+        score, row = scores[c], rows[c]
+        equal = score == least and ties > 0
+        scores[place], rows[place] = score, row
+        place += score > least or equal
+        ties -= equal
+    return place
 
 
-@njit(nogil=True, cache=True, fastmath={"nsz", "reassoc", "contract", "arcp"})
-def rank_exactly(queries, references, rows, indices, distances):  # type: ignore[no-untyped-def]
-    """Order candidates by the distance of their differences, which cannot cancel."""
-    n, keep = rows.shape
+@njit(nogil=True, cache=True, fastmath=FAST)
+def rank_exactly(  # type: ignore[no-untyped-def]
+    queries, references, keep, scores, rows, counts, indices, distances
+):
+    """Order the best candidates by the distance of their differences, which cannot cancel."""
     k = indices.shape[1]
-    d = queries.shape[1]
     best = np.empty(keep, dtype=np.float32)
     order = np.empty(keep, dtype=np.int64)
-    for i in range(n):
-        count = 0
+    for i in range(counts.size):
+        count = cut_back(scores[i], rows[i], counts[i], keep)
         query = queries[i]
-        for c in range(keep):
+        for c in range(count):
             row = rows[i, c]
-            if row < 0:
-                continue
             reference = references[row]
             total = np.float32(0)
-            for p in range(d):
+            for p in range(query.size):
                 difference = query[p] - reference[p]
                 total += difference * difference
-            place = count
-            while place > 0 and (
-                best[place - 1] > total or (best[place - 1] == total and order[place - 1] > row)
-            ):
+            place = c
+            while place > 0 and best[place - 1] > total:
                 best[place] = best[place - 1]
                 order[place] = order[place - 1]
                 place -= 1
             best[place] = total
             order[place] = row
-            count += 1
         if count >= k:
             for c in range(k):
                 indices[i, c] = order[c]

@@ -1,54 +1,44 @@
 """How much does the model's output suffer when a layer is replaced by its tokenwise part?
 
-Runs the model with ``h_l`` replaced by ``T_l(h_{l-1}) = h_l - r_l`` and, as a control, with
-another token's residual rescaled to the token's own norm; ``damage_ratio`` is the ratio of the
-mean damage of the two.
+Runs the model with ``h_l`` replaced by ``T_l(h_{l-1}) = h_l - r_l``, or by what ``replace=`` says,
+and, as a control, with another token's residual rescaled to the norm of what was taken off;
+``damage_ratio`` is the ratio of the mean damage of the two.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import dask.array as da
 import numpy as np
 import torch
 import xarray as xr
 
 from geomstats_lm.blocks import LanguageModel, appends_exactly, capture
-from geomstats_lm.controls import CONTROLS, control_residuals, donor_pool
-from geomstats_lm.cube import (
-    finish_leaf,
-    open_leaf,
-    ordered,
-    prepare_leaf,
-    progress_bar,
-    settings_of,
-    token_runs,
-    write_unit,
-)
+from geomstats_lm.controls import CONTROLS, donor_pool
+from geomstats_lm.cube import ordered, settings_of, token_runs
 from geomstats_lm.decompose import decompose
-from geomstats_lm.divergence import MEASURES, clean_output, compare_outputs, take_rows
+from geomstats_lm.divergence import (
+    HEADLESS_MEASURES,
+    MEASURES,
+    OUTPUT_MEASURES,
+    STATE_MEASURES,
+)
 from geomstats_lm.geometry import usable_tokens
 from geomstats_lm.models import parameter_checksum
-from geomstats_lm.patching import patch_all, patch_single
+from geomstats_lm.output_damage import Ask
+from geomstats_lm.perturbation_leaf import (
+    Shared,
+    Work,
+    check_parts,
+    perturbation_template,
+    run_units,
+)
+from geomstats_lm.replacements import replacements_of
 
 POSITIONS = ("all", "single")
 KEEP_BYTES = 1 << 30  # residuals up to this size are read once and kept
-LOGITS_AT_ONCE = 1 << 24  # bounds the windows of a batch where the vocabulary is large
-
-LONG_NAMES = {
-    "kl": "KL divergence of the patched from the clean output",
-    "top1_changed": "whether the most likely next token changed",
-    "loss_change": "change of the loss of the next token",
-    "kl_control": "KL divergence under the control",
-    "patched": "whether the token was patched",
-    "damage_ratio": "mean KL over mean KL of the control",
-}
 
 
 def perturb(
@@ -57,14 +47,23 @@ def perturb(
     *,
     function_class: str | Sequence[str] = "affine",
     layers: Sequence[int] | None = None,
+    replace: str | Callable[..., Any] | Sequence[Any] | Mapping[str, Any] | None = None,
+    factors: Sequence[float] | None = None,
     positions: Sequence[str] = POSITIONS,
-    n_single: int = 8,
+    n_single: int | None = 8,
+    measures: Sequence[str] | None = None,
     controls: Sequence[str] = ("exchanged",),
     draws: int = 1,
+    control_measures: Sequence[str] | None = None,
+    downstream: bool = False,
+    exclude: bool = True,
     batch_size: int = 16,
     seed: int = 0,
     store: str | Path | None = None,
+    leaf: str = "perturbation",
     overwrite: bool = False,
+    part: tuple[int, int] | None = None,
+    client: Any = None,
     progress: bool = True,
 ) -> xr.Dataset:
     """Replace layers by their tokenwise approximation and measure the damage to the output.
@@ -80,41 +79,76 @@ def perturb(
         Labels of the approximations to try.
     layers : sequence of int, optional
         Layers 1..L to patch, one at a time; all by default.
+    replace : str, callable, or a sequence or mapping of these, optional
+        What takes the place of ``h_l``: ``"drop"`` (the residual; the default),
+        ``"drop[factor=0.5]"`` (a share of it), ``"keep_only"`` (the residual, without the
+        tokenwise part), ``"swap"`` (another token's residual for its own), or functions
+        ``(state, update, residual) -> new h_l`` of arrays (token, dim) in float64, the tokens of
+        one window, ``state`` being h_{l-1}; those that name ``layer`` or ``rng`` get them.
+        :func:`project_on` and :func:`project_off` make such functions from a subspace.
+    factors : sequence of float, optional
+        Shares of the residual to take off, ``h_l - factor r_l``: a dose-response curve.
     positions : sequence of {"all", "single"}
         Patch all usable tokens of a window at once, or one position at a time and measure the
         output at that position.  They answer different questions.
-    n_single : int
-        Positions per window, drawn at random among the usable ones, for ``"single"``.
+    n_single : int or None
+        Positions per window, drawn at random among the usable ones, for ``"single"``; None for
+        every position.
+    measures : sequence of str, optional
+        Among ``kl``, ``top1_changed``, ``loss_change`` (the default), ``reverse_kl``, ``js``,
+        ``logit_l2``, ``logit_cosine``, ``rank_top1``, ``state_distance``, ``state_cosine``.  A
+        model without a language-model head has the last two only, which are its default.
     controls : sequence of {"exchanged", "gaussian", "isotropic"}
-        What takes the residual's place at the same norm: another token's residual of the same
+        What is taken off instead, at the same norm: another token's residual of the same
         layer, noise with the residuals' covariance, isotropic noise.
     draws : int
         Draws of each control.
+    control_measures : sequence of str, optional
+        Which of the measures are taken of the controls too; by default the first of them.
+    downstream : bool
+        Measure too what patching single positions does to the later tokens of their window.
+        It takes one whole window through the model per position.
+    exclude : bool
+        Leave tokens unpatched that statistics leave out: the first of a window, special ones,
+        those massive at the layer.
     batch_size : int
         Windows per forward pass at most.
     seed : int
         Of positions and controls.
     store : str or Path, optional
-        Study to write the leaf ``perturbation`` to, resumably.
+        Study to write to, resumably.
+    leaf : str
+        Name of the leaf written, so that several perturbations of a model live side by side.
     overwrite : bool
         Replace a perturbation that was made with other settings.
+    part : (int, int), optional
+        ``(i, n)``: do the i-th of n parts, i = 1..n, such as one per process or machine.  Needs a
+        store; what needs all tokens is computed by the part that ends last.
+    client : dask.distributed.Client, optional
+        Spread runs of windows over its workers, each of which holds one copy of the model.
     progress : bool
         Show a progress bar.
 
     Returns
     -------
     xarray.Dataset
-        ``kl`` and ``loss_change`` in nats, ``top1_changed`` (model, function_class, positions,
-        layer, token), ``kl_control`` with control and draw besides, ``patched`` (model, positions,
-        layer, token) and ``damage_ratio`` (model, function_class, positions, control, layer).
-        Tokens not patched (first of a window, special, massive at the layer, not sampled) are
-        NaN.
+        The measures (model, function_class, positions, layer, token), such as ``kl`` in nats;
+        ``kl_control`` with control and draw besides; ``patched`` (model, positions, layer, token);
+        ``downstream`` (model, function_class, layer, token), the mean KL at later tokens;
+        ``damage_ratio`` (model, function_class, positions, control, layer);
+        ``participation_ratio`` of the residuals (model, function_class, layer); ``kl_floor``
+        (model, positions), the largest KL measured when nothing is changed, which is what the
+        batch's shape does to the rounding; ``replay_difference`` (model), 0 where the model
+        replayed from an unchanged state gives exactly its output.  With ``replace`` or
+        ``factors`` measures have the dim ``replacement`` after function_class, with a
+        coordinate ``factor``.  Tokens not patched (first of a window, special, massive at the
+        layer, not sampled) are NaN.
 
     Raises
     ------
     ValueError
-        If the model has no language-model head or is not causal, is not the one the activations
-        came from, or an argument is not among what is accepted.
+        If the model is not causal, is not the one the activations came from, lacks the head that
+        a measure needs, or an argument is not among what is accepted.
 
     Examples
     --------
@@ -128,7 +162,13 @@ def perturb(
     2
     """
     classes = [function_class] if isinstance(function_class, str) else list(function_class)
-    _check_arguments(model, positions, controls, n_single, draws)
+    _check_arguments(
+        model, positions=positions, controls=controls, n_single=n_single, draws=draws,
+        batch_size=batch_size, downstream=downstream,
+    )  # fmt: skip
+    measures, control_measures = _measures_of(model, measures, control_measures)
+    check_parts(part, store, overwrite)
+    rules = replacements_of(replace, factors)
     parts = _tokenwise_parts(data, classes)
     if parts.attrs.get("parameter_checksum", "") not in ("", parameter_checksum(model)):
         raise ValueError(
@@ -141,150 +181,96 @@ def perturb(
         raise ValueError(f"layers={layers}: accepted are {parts.layer.values.tolist()}")
     parts = parts.sel(layer=chosen)
     key = str(parts.model.values[0])
-    length = int(parts.attrs["window_length"])
+    length = _window_length(parts)
     n_tokens = parts.sizes["token"]
-    windows_at_once = max(1, min(batch_size, LOGITS_AT_ONCE // (length * model.vocabulary)))
     settings = {
-        "function_class": classes, "layers": chosen, "positions": list(positions),
-        "n_single": n_single, "controls": list(controls), "draws": draws, "seed": seed,
+        "function_class": classes, "layers": chosen, "replace": [rule.key for rule in rules],
+        "positions": list(positions), "n_single": n_single, "measures": list(measures),
+        "controls": list(controls), "draws": draws, "control_measures": list(control_measures),
+        "downstream": downstream, "exclude": exclude, "seed": seed,
         "decomposition": settings_of(parts),
     }  # fmt: skip
-    template = _template(parts, classes, positions, controls, draws)
-    runs = token_runs(n_tokens, windows_at_once * length)
-    save, finished, stored = _sink(template, store, key, settings, runs, overwrite)
-    usable = usable_tokens(parts)[0].values
-    sampled = _sample_positions(usable, length, n_single, seed)
-    masks = {mode: usable if mode == "all" else usable & sampled for mode in positions}
-    pools = [donor_pool(row, np.random.default_rng([seed, 1])) for row in usable]
-    damage = functools.partial(
-        _damage, model, parts, masks, _donors(parts, pools), pools, controls=controls,
-        draws=draws, seed=seed, batch_size=batch_size,
-        appends="single" in masks and not all(finished) and _appends(model, parts, length),
+    ask = Ask(
+        tuple(chosen), tuple(rules), tuple(positions), tuple(controls), draws, tuple(measures),
+        control_measures, downstream, "single" in positions and _appends(model, parts, length),
+        batch_size, seed, model.vocabulary > 0,
     )  # fmt: skip
-    since, work = time.time(), len(chosen) * len(classes)
-    with progress_bar(
-        progress, n_tokens * work, f"{key} perturbation",
-        initial=work * sum(b - a for done, (a, b) in zip(finished, runs) if done),
-    ) as bar:  # fmt: skip
-        # The first unit also holds what needs all tokens, so it comes last.
-        for number in [*range(1, len(runs)), 0]:
-            if finished[number]:
-                continue
-            start, stop = runs[number]
-            values = damage(start, stop, bar=bar)
-            if number == 0:
-                rest = stored().isel(token=slice(stop, None))
-                values["damage_ratio"] = _damage_ratio(values, rest)
-            save(number, values, slice(start, stop))
-    if store is None:
-        return stored()
-    finish_leaf(store, key, "perturbation", since=since)
-    return open_leaf(store, key, "perturbation")
-
-
-def _damage(
-    model: LanguageModel,
-    parts: xr.Dataset,
-    masks: Mapping[str, np.ndarray],
-    donors: Callable[[int, int], np.ndarray],
-    pools: Sequence[np.ndarray],
-    start: int,
-    stop: int,
-    *,
-    controls: Sequence[str],
-    draws: int,
-    seed: int,
-    appends: bool,
-    batch_size: int,
-    bar: Any,
-) -> dict[str, np.ndarray]:
-    """Damage of one run of windows: every layer, class, position mode, control and draw."""
-    length, token = int(parts.attrs["window_length"]), slice(start, stop)
-    ids = _ids(parts, token, length)
-    states, logits = capture(model, ids)
-    assert logits is not None
-    target = torch.full_like(ids, -1)
-    target[:, :-1] = ids[:, 1:]
-    clean = clean_output(logits.reshape(-1, logits.shape[-1]), target.reshape(-1))
-    residuals = parts["residual"].isel(model=0, token=token)
-    n_class, n_layer = residuals.sizes["function_class"], residuals.sizes["layer"]
-    shape, tail = (1, n_class, len(masks)), (n_layer, stop - start)
-    out = {name: np.full((*shape, *tail), np.nan) for name in MEASURES}
-    out["kl_control"] = np.full((*shape, len(controls), draws, *tail), np.nan)
-    out["patched"] = np.stack([mask[:, token] for mask in masks.values()])[None]
-    for layer, c in itertools.product(range(n_layer), range(n_class)):
-        number = int(parts.layer.values[layer])
-        own = np.asarray(residuals[c, layer].values, dtype=np.float64)
-        variants = [own]
-        for (k, control), draw in itertools.product(enumerate(controls), range(draws)):
-            drawn = []
-            for begin in range(start, stop, length):
-                # seeded by the window, so that the draw does not depend on the batches
-                rng = np.random.default_rng([seed, 2, number, c, k, draw, begin // length])
-                window = own[begin - start : begin - start + length]
-                drawn.append(
-                    control_residuals(control, window, donors(c, layer), pools[layer], begin, rng)
-                )
-            variants.append(np.concatenate(drawn))
-        for p, mode in enumerate(masks):
-            mask = masks[mode][layer, token]
-            given = (model, ids, number, states[number], variants, mask)
-            patched = (
-                patch_all(*given)
-                if mode == "all"
-                else patch_single(*given, appends=appends, batch_size=batch_size)
-            )
-            kept = take_rows(clean, torch.from_numpy(np.flatnonzero(mask)))
-            for v, rows in enumerate(patched):
-                measured = compare_outputs(kept, rows)
-                if v == 0:
-                    for name in MEASURES:
-                        out[name][0, c, p, layer, mask] = measured[name].cpu().numpy()
-                else:
-                    k, draw = divmod(v - 1, draws)
-                    out["kl_control"][0, c, p, k, draw, layer, mask] = measured["kl"].cpu().numpy()
-        bar.update(stop - start)
-    return out
-
-
-def _ids(parts: xr.Dataset, token: slice, length: int) -> torch.Tensor:
-    return torch.from_numpy(parts.token_id.values[token].reshape(-1, length).astype(np.int64))
-
-
-def _donors(parts: xr.Dataset, pools: Sequence[np.ndarray]) -> Callable[[int, int], np.ndarray]:
-    """Residuals of the tokens that controls draw from, read once per class and layer."""
-    residual = parts["residual"].isel(model=0)
-
-    @functools.cache
-    def read(index: int, layer: int) -> np.ndarray:
-        return np.asarray(residual[index, layer].isel(token=pools[layer]).values)
-
-    return read
+    labelled = replace is not None or factors is not None
+    template = perturbation_template(parts, classes, ask, labelled=labelled)
+    runs = token_runs(n_tokens, batch_size * length)
+    usable = usable_tokens(parts)[0].values
+    patchable = usable if exclude else np.ones_like(usable)
+    sampled = _sample_positions(patchable, length, n_single, seed)
+    shared = Shared(
+        parts.token_id.values.astype(np.int64), length, parts["residual"].isel(model=0, drop=True),
+        {mode: patchable if mode == "all" else patchable & sampled for mode in positions},
+        [donor_pool(row, np.random.default_rng([seed, 1])) for row in usable], {},
+    )  # fmt: skip
+    work = Work(model, shared, ask, labelled, runs, template, store, key, leaf)
+    return run_units(
+        work, settings=settings, overwrite=overwrite, part=part, client=client, progress=progress
+    )
 
 
 def _check_arguments(
     model: LanguageModel,
+    *,
     positions: Sequence[str],
     controls: Sequence[str],
-    n_single: int,
+    n_single: int | None,
     draws: int,
+    batch_size: int,
+    downstream: bool,
 ) -> None:
     for name, given, accepted in (
         ("positions", positions, POSITIONS), ("controls", controls, tuple(CONTROLS)),
     ):  # fmt: skip
         if isinstance(given, str) or not given or set(given) - set(accepted):
             raise ValueError(f"{name}={given!r}: accepted is a sequence of {', '.join(accepted)}")
-    if n_single < 1 or draws < 1:
-        raise ValueError(f"n_single={n_single}, draws={draws}: both must be at least 1")
-    if not model.vocabulary:
+    if draws < 1 or batch_size < 1 or (n_single is not None and n_single < 1):
         raise ValueError(
-            f"model: {model.name} has no language-model head, so it has no output to perturb"
+            f"n_single={n_single}, draws={draws}, batch_size={batch_size}: all must be at least 1"
+        )
+    if downstream and "single" not in positions:
+        raise ValueError(
+            f"downstream: it is what single positions do to later ones, so positions={positions!r} "
+            "must hold 'single'"
         )
     if not model.causal:
         raise ValueError(
             f"model: {model.name} is not causal (later tokens change earlier states), so patching "
             "a position has no defined effect on its next-token output"
         )
+
+
+def _measures_of(
+    model: LanguageModel, measures: Sequence[str] | None, control_measures: Sequence[str] | None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The measures asked for, and those of the controls, which the damage ratio comes from."""
+    if measures is None:
+        measures = MEASURES if model.vocabulary else HEADLESS_MEASURES
+    known = [*OUTPUT_MEASURES, *STATE_MEASURES]
+    if isinstance(measures, str) or not measures or set(measures) - set(known):
+        raise ValueError(f"measures={measures!r}: accepted is a sequence of {', '.join(known)}")
+    outputs = [name for name in measures if name in OUTPUT_MEASURES]
+    if outputs and not model.vocabulary:
+        raise ValueError(
+            f"measures={list(measures)}: {model.name} has no language-model head; accepted are "
+            f"{', '.join(HEADLESS_MEASURES)}"
+        )
+    if not model.gathers_rows and outputs and set(measures) & set(STATE_MEASURES):
+        raise ValueError(
+            f"measures={list(measures)}: the final state of {model.name} cannot be read apart from "
+            f"its logits; leave out {', '.join(HEADLESS_MEASURES)}"
+        )
+    if control_measures is None:
+        control_measures = ("kl",) if "kl" in measures else (measures[0],)
+    unknown = set(control_measures) - set(measures)
+    if isinstance(control_measures, str) or unknown or not control_measures:
+        raise ValueError(
+            f"control_measures={control_measures!r}: accepted is a sequence of {list(measures)}"
+        )
+    return tuple(dict.fromkeys(measures)), tuple(dict.fromkeys(control_measures))
 
 
 def _tokenwise_parts(data: xr.DataTree | xr.Dataset, classes: list[str]) -> xr.Dataset:
@@ -299,106 +285,43 @@ def _tokenwise_parts(data: xr.DataTree | xr.Dataset, classes: list[str]) -> xr.D
         raise ValueError(f"data: it has no variable 'residual', only {list(parts)}")
     known = [str(v) for v in parts.function_class.values]
     unknown = [c for c in classes if c not in known]
-    if unknown:
+    if unknown or not classes:
         raise ValueError(f"function_class={unknown}: the decomposition holds {known}")
-    needed = [n for n in ("residual", "is_massive") if n in parts]
-    parts = parts[needed].sel(function_class=classes)
+    if "is_massive" not in parts:
+        residual = parts["residual"]
+        none = residual.isel(function_class=0, dim=0, drop=True)
+        parts = parts.assign(is_massive=(none.dims, np.zeros(none.shape, dtype=bool)))
+    parts = parts[["residual", "is_massive"]].sel(function_class=classes)
     parts = parts.map(lambda v: v.transpose(*ordered(v.dims)), keep_attrs=True)
     # Small parts are kept, so that a lazy decomposition is computed once and not once a batch.
     return parts.load() if parts.nbytes <= KEEP_BYTES else parts
 
 
+def _window_length(parts: xr.Dataset) -> int:
+    """Tokens of a window; the model reads whole windows, so all of their tokens must be there."""
+    length = int(parts.attrs["window_length"])
+    position = parts.position.values
+    if len(position) % length or (position.reshape(-1, length) != np.arange(length)).any():
+        raise ValueError(
+            f"data: {len(position)} tokens are not whole windows of {length}; the model reads "
+            "whole windows, so decompose activations of all tokens (extract without tokens=)"
+        )
+    return length
+
+
 def _appends(model: LanguageModel, parts: xr.Dataset, length: int) -> bool:
-    ids = _ids(parts, slice(0, length), length)
-    return appends_exactly(model, ids, capture(model, ids)[0])
+    ids = torch.from_numpy(parts.token_id.values[:length].reshape(1, length).astype(np.int64))
+    return appends_exactly(model, ids, capture(model, ids, head=False)[0])
 
 
-def _sample_positions(usable: np.ndarray, length: int, n_single: int, seed: int) -> np.ndarray:
+def _sample_positions(
+    usable: np.ndarray, length: int, n_single: int | None, seed: int
+) -> np.ndarray:
     """True at up to ``n_single`` positions of every window that are usable at some layer."""
+    if n_single is None:
+        return np.asarray(usable.any(axis=0))
     rng = np.random.default_rng([seed, 0])
     order: np.ndarray = rng.random((usable.shape[1] // length, length))
     order[~usable.any(axis=0).reshape(-1, length)] = np.inf
     rank = order.argsort(axis=1).argsort(axis=1)
     return ((rank < n_single) & np.isfinite(order)).ravel()
-
-
-def _template(
-    parts: xr.Dataset,
-    classes: list[str],
-    positions: Sequence[str],
-    controls: Sequence[str],
-    draws: int,
-) -> xr.Dataset:
-    sizes = {
-        "model": 1, "function_class": len(classes), "positions": len(positions),
-        "control": len(controls), "draw": draws, "layer": parts.sizes["layer"],
-        "token": parts.sizes["token"],
-    }  # fmt: skip
-    dims = {
-        **dict.fromkeys(MEASURES, ("model", "function_class", "positions", "layer", "token")),
-        "kl_control": tuple(sizes),
-        "patched": ("model", "positions", "layer", "token"),
-        "damage_ratio": ("model", "function_class", "positions", "control", "layer"),
-    }
-    variables = {}
-    for name, own in dims.items():
-        dtype, fill = (bool, False) if name == "patched" else (np.float64, np.nan)
-        shape = [sizes[d] for d in own]
-        chunks = [min(s, 1 << 16) if d == "token" else s for d, s in zip(own, shape)]
-        units = {"units": "nat"} if name.startswith(("kl", "loss")) else {}
-        variables[name] = (
-            own,
-            da.full(shape, fill, dtype=dtype, chunks=chunks),
-            {"long_name": LONG_NAMES[name], **units},
-        )
-    coords = {name: c for name, c in parts.coords.items() if name != "function_class"}
-    coords["function_class"] = classes
-    coords["positions"], coords["control"] = list(positions), list(controls)
-    coords["draw"] = np.arange(draws)
-    attrs = {k: v for k, v in parts.attrs.items() if k != "settings"}
-    return xr.Dataset(variables, coords, attrs)
-
-
-def _sink(
-    template: xr.Dataset,
-    store: str | Path | None,
-    key: str,
-    settings: dict[str, Any],
-    runs: list[tuple[int, int]],
-    overwrite: bool,
-) -> tuple[Callable[..., None], np.ndarray, Callable[[], xr.Dataset]]:
-    """How to save a unit, which are finished, and how to get at what is saved."""
-
-    def regions(values: Mapping[str, np.ndarray], token: slice) -> dict[str, tuple[slice, ...]]:
-        return {
-            name: tuple(token if dim == "token" else slice(None) for dim in template[name].dims)
-            for name in values
-        }
-
-    if store is None:
-        # equal dask arrays are computed to one shared buffer; a deep copy parts them
-        memory = template.compute().copy(deep=True)
-
-        def keep(number: int, values: dict[str, np.ndarray], token: slice) -> None:
-            for name, region in regions(values, token).items():
-                memory[name].values[region] = values[name]
-
-        return keep, np.zeros(len(runs), dtype=bool), lambda: memory
-    finished = prepare_leaf(
-        template.chunk({"token": runs[0][1]}), store, key, "perturbation", settings=settings,
-        grid={"layer": [(0, template.sizes["layer"])], "token": runs}, overwrite=overwrite,
-    )[0]  # fmt: skip
-
-    def write(number: int, values: dict[str, np.ndarray], token: slice) -> None:
-        write_unit(store, key, "perturbation", (0, number), values, regions(values, token))
-
-    return write, finished, lambda: open_leaf(store, key, "perturbation", incomplete="ignore")
-
-
-def _damage_ratio(first: Mapping[str, np.ndarray], rest: xr.Dataset) -> np.ndarray:
-    """Mean KL over mean KL of each control: (model, function_class, positions, control, layer)."""
-    real = np.nansum(first["kl"], axis=-1) + rest["kl"].sum("token").values
-    control = np.nansum(first["kl_control"], axis=-1) + rest["kl_control"].sum("token").values
-    control = control.mean(axis=4)  # over draws: every token has all of them
-    real = np.broadcast_to(real[:, :, :, None], control.shape)
-    return np.divide(real, control, out=np.full(control.shape, np.nan), where=control > 0)

@@ -15,9 +15,9 @@ import pandas as pd
 import xarray as xr
 
 from geomstats_lm.cube import open_leaf, settings_of, write_leaf
+from geomstats_lm.damage import damage_ratio
 from geomstats_lm.declaration import StudyConfig, key_of
 from geomstats_lm.statistics import RankCorrelation, rank_correlation
-from geomstats_lm.statistics.resampling import bootstrap_interval, draw_counts
 
 MEANS = (
     "relative_error", "cos_update_tokenwise", "forced_cos_update_tokenwise", "cos_centred",
@@ -206,45 +206,17 @@ def _patched_groups(groups: dict[str, list[int]], perturbation: xr.Dataset) -> d
 
 
 def _damage_ratios(
-    perturbation: xr.Dataset,
-    groups: dict[str, list[int]],
-    *,
-    n_boot: int,
-    seed: int,
-    level: float,
+    perturbation: xr.Dataset, groups: dict[str, list[int]], **options: Any
 ) -> dict[tuple[str, str, str], dict[str, float]]:
-    """Ratio of summed KL to that of the first control, with a cluster bootstrap over documents."""
-    real = perturbation["kl"].isel(model=0)
-    control = perturbation["kl_control"].isel(model=0, control=0).mean("draw")
-    documents, codes = np.unique(perturbation.document.values, return_inverse=True)
-    counts = draw_counts(
-        len(documents), n_boot, seed=seed, label=str(perturbation.model.values[0])
-    ).astype(float)
-    ratios = {}
-    for label in real.function_class.values:
-        for mode in real.positions.values:
-            where = {"function_class": label, "positions": mode}
-            sums = [_document_sums(v.sel(where).compute(), codes) for v in (real, control)]
-            for group, members in groups.items():
-                at = np.isin(real.layer.values, members)
-                above, below = (s[at].sum(axis=0) for s in sums)
-                estimate = _ratio(above.sum(), below.sum())
-                replicates = _ratio(above @ counts, below @ counts)
-                low, high, _, _ = bootstrap_interval(float(estimate), replicates, level=level)
-                ratios[str(label), str(mode), group] = {
-                    "": float(estimate), "_low": low, "_high": high,
-                }  # fmt: skip
-    return ratios
-
-
-def _document_sums(values: xr.DataArray, codes: np.ndarray) -> np.ndarray:
-    filled = np.nan_to_num(values.transpose("layer", "token").values)
-    return np.stack([np.bincount(codes, weights=row) for row in filled])
-
-
-def _ratio(above: Any, below: Any) -> np.ndarray:
-    below = np.asarray(below, dtype=float)
-    return np.divide(above, below, out=np.full(below.shape, np.nan), where=below > 0)
+    """Ratio to the first control by class, way of patching and group: value, low and high."""
+    first = perturbation.control.values[:1]
+    found = damage_ratio(perturbation.sel(control=first), groups=groups, **options).tidy()
+    return {
+        (row["function_class"], row["positions"], row["layer_group"]): {
+            "": row["estimate"], "_low": row["conf_low"], "_high": row["conf_high"],
+        }
+        for row in found.to_dict("records")
+    }  # fmt: skip
 
 
 def display_table(table: pd.DataFrame) -> pd.DataFrame:

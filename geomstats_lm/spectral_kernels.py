@@ -13,10 +13,12 @@ from numba import njit
 
 from geomstats_lm.linear_kernels import (
     FAST,
+    add_outer_products,
     cholesky,
     dot_double,
     double_gram,
     inverse_trace,
+    multiply,
     solve_cholesky,
     symmetric_eigen,
 )
@@ -35,31 +37,25 @@ def low_rank_combination(  # type: ignore[no-untyped-def]
     inverse, smoother, root, middle = work[0], work[1], work[2], work[3]
     inverse_trace(lower, inverse)
     for i in range(k):
-        for j in range(i + 1):
-            value = 0.0
-            for p in range(i, k):
-                value += inverse[i, p] * inverse[j, p]
-            smoother[i, j] = -penalty * value
-        smoother[i, i] += 1
+        for p in range(k):
+            smoother[i, p] = 0.0
+        smoother[i, i] = 1.0
+    add_outer_products(inverse, np.full(k, -penalty), smoother)
     # M has eigenvalues between 0 and 1; where it is singular its factor just drops columns
     cholesky(smoother, root, 1e-14)
     for j in range(k):
         root[j, j] = 1 / root[j, j] if root[j, j] > 0 else 0.0
-    # G L into ``inverse``, transposed: row j holds G (column j of L)
+        for p in range(j + 1, k):
+            root[j, p] = 0.0
     for j in range(k):
-        for i in range(k):
-            inverse[j, i] = 0.0
-        for p in range(j, k):
-            share = root[p, j]
-            for i in range(k):
-                inverse[j, i] += share * (target_gram[p, i] if p >= i else target_gram[i, p])
-    for i in range(k):
-        for j in range(i + 1):
-            value = 0.0
-            for p in range(i, k):
-                value += root[p, i] * inverse[j, p]
-            middle[i, j] = value
-            middle[j, i] = value
+        for p in range(k):
+            smoother[j, p] = root[p, j]  # L'
+            inverse[j, p] = target_gram[j, p] if j >= p else target_gram[p, j]
+    multiply(smoother, inverse, middle)  # L' G
+    for j in range(k):
+        for p in range(k):
+            inverse[j, p] = middle[j, p]
+    multiply(inverse, root, middle)  # L' G L
     projected = np.empty(k)  # L' G w
     for j in range(k):
         value = 0.0
@@ -120,6 +116,8 @@ def fit_orthogonal(  # type: ignore[no-untyped-def]
     square = np.zeros((k, k))
     vectors = np.zeros((k, k))
     partial = np.zeros((k, k))  # U
+    upper = np.zeros((k, k))
+    solid = np.zeros((k, k))
     turned = np.zeros((k, k))  # U' E_Y E_X'
     values = np.empty(k)
     xi = np.empty(k)
@@ -168,49 +166,40 @@ def fit_orthogonal(  # type: ignore[no-untyped-def]
         # C_Y' C_X = U H by the eigenvectors of its square; tiny directions are left out of both
         for j in range(k):
             for m in range(k):
-                crossing[j, m] = 0.0
-        for p in range(k):
-            for j in range(p + 1):
-                share = diagonal_of(lower_y, p) if j == p else lower_y[p, j]
-                for m in range(p):
-                    crossing[j, m] += share * lower_x[p, m]
-                crossing[j, p] += share * diagonal_of(lower_x, p)
+                upper[j, m] = lower_y[m, j] if m > j else 0.0
+                solid[j, m] = lower_x[j, m] if m < j else 0.0
+            upper[j, j] = diagonal_of(lower_y, j)
+            solid[j, j] = diagonal_of(lower_x, j)
+        multiply(upper, solid, crossing)
         product_of_columns(crossing, square)
         symmetric_eigen(square, values, vectors)
+        multiply(crossing, vectors, solid)
         largest = 0.0
         for j in range(k):
             largest = max(largest, values[j])
         nuclear = 0.0
-        for j in range(k):
-            for m in range(k):
-                partial[j, m] = 0.0
         for e in range(k):
-            if values[e] <= 1e-14 * largest or values[e] <= 0:
-                continue
-            size = np.sqrt(values[e])
-            nuclear += size
+            share = 0.0
+            if values[e] > 1e-14 * largest and values[e] > 0:
+                nuclear += np.sqrt(values[e])
+                share = 1 / np.sqrt(values[e])
             for j in range(k):
-                value = 0.0
-                for m in range(k):
-                    value += crossing[j, m] * vectors[m, e]
-                value /= size
-                for m in range(k):
-                    partial[j, m] += value * vectors[m, e]
+                upper[e, j] = share * vectors[j, e]
+        multiply(solid, upper, partial)
         for j in range(k):
             for m in range(k):
-                turned[j, m] = 0.0
-        for p in range(k):
-            for j in range(k):
-                share = partial[p, j]
-                for m in range(k):
-                    turned[j, m] += share * overlap[p, m]
+                upper[j, m] = partial[m, j]
+        multiply(upper, overlap, turned)
         # complement: z = phi(S S') (F x - S xi), phi(c^2) = 1 / (c (1 + c))
         for j in range(k):
             value = 0.0
             for p in range(k):
                 value += partial[p, j] * eta[p] - turned[j, p] * xi[p]
             seen[j] = value
-        product_of_rows(turned, square)
+        for j in range(k):
+            for m in range(k):
+                upper[j, m] = turned[m, j]
+        multiply(turned, upper, square)
         symmetric_eigen(square, values, vectors)
         for j in range(k):
             z[j] = 0.0
@@ -250,10 +239,11 @@ def fit_orthogonal(  # type: ignore[no-untyped-def]
             for m in range(k):
                 value -= overlap[j, m] * xi[m]
             span_y[j] = value
-        product_of_rows(overlap, square)
         for j in range(k):
             for m in range(k):
-                square[j, m] = -square[j, m]
+                upper[j, m] = -overlap[m, j]
+        multiply(overlap, upper, square)
+        for j in range(k):
             square[j, j] += 1.0 if lower_y[j, j] > 0 else 0.0
         cholesky(square, vectors, 1e-11)
         solve_cholesky(vectors, span_y)
@@ -317,16 +307,3 @@ def product_of_columns(matrix, out):  # type: ignore[no-untyped-def]
             share = matrix[p, j]
             for m in range(k):
                 out[j, m] += share * matrix[p, m]
-
-
-@njit(nogil=True, cache=True, fastmath=FAST)
-def product_of_rows(matrix, out):  # type: ignore[no-untyped-def]
-    """A A'."""
-    k = matrix.shape[0]
-    for i in range(k):
-        for j in range(i + 1):
-            value = 0.0
-            for p in range(k):
-                value += matrix[i, p] * matrix[j, p]
-            out[i, j] = value
-            out[j, i] = value

@@ -14,6 +14,10 @@ LEDGER = "finished"
 EMPTY_GROUP = {"attributes": {}, "zarr_format": 3, "node_type": "group"}
 
 
+class IncompleteError(ValueError):
+    """A leaf of the study has unfinished chunks; the same command that began it carries on."""
+
+
 def open_zarr_store(store: str | Path, *, read_only: bool = False) -> Any:
     """Zarr's store for a folder or an fsspec URL."""
     from zarr.storage import FsspecStore, LocalStore

@@ -310,3 +310,30 @@ def test_adjusting_within_families(data, result):
         np.testing.assert_allclose(
             family["p_adjusted"], stats.false_discovery_control(family["p_value"])
         )
+
+
+def test_lazy_data_are_read_one_layer_at_a_time(data):
+    import dask.array
+
+    read = []
+
+    def watched(block, block_info=None):
+        read.append(block_info[0]["array-location"][-2][0])
+        return block
+
+    chunked = data.chunk({"layer": 1, "token": -1})
+    lazy = chunked.assign(
+        {
+            name: (
+                chunked[name].dims,
+                dask.array.map_blocks(
+                    watched, chunked[name].data, meta=np.empty((0,) * chunked[name].ndim)
+                ),
+            )
+            for name in ("kl", "residual_norm")
+        }
+    )
+    rank_correlation(lazy, n_boot=10)
+    runs = [layer for i, layer in enumerate(read) if i == 0 or read[i - 1] != layer]
+    # once to see which documents there are, once to correlate
+    assert runs == [0, 1, 2, 0, 1, 2]

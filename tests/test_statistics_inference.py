@@ -132,6 +132,7 @@ def test_simpsons_reversal_is_seen_and_parts_must_lie_in_clusters():
         ({"interval": "robust", "method": "biweight"}, "analytic standard error"),
         ({"interval": "bootstrap-t", "decompose_by": "document"}, "use 'bca'"),
         ({"test": "jackknife"}, "test='jackknife'"),
+        ({"test": "permutation", "n_permutations": 0}, "n_permutations=0"),
         ({"exchange": "tokens"}, "exchange='tokens'"),
         ({"test": "permutation", "exchange": "shift", "sequence": "sequenze"}, "sequenze"),
     ],

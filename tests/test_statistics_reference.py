@@ -1,8 +1,9 @@
 """Agreement with R, number by number; `reference/make_reference.R` made the numbers.
 
 Tolerances: 1e-6 relative (six digits) wherever both sides solve the same equations; 1e-9 where
-there is nothing to iterate. Random-effects deviations of mixed models: 1e-5, since a likelihood
-that is flat at its summit fixes them to the square root of the precision of its value.
+there is nothing to iterate. Deviations of random effects: 5e-5, and standard errors 2e-5, since a
+likelihood that is flat at its summit fixes them to the square root of the precision of its value
+(measured: 1e-7, but for crossed effects by maximum likelihood, 2e-5).
 """
 
 import json
@@ -244,7 +245,7 @@ def test_mixed_models(case):
     agree(fit["log_likelihood"], expected["log_likelihood"], rtol=1e-9)
     fixed = table[table["effect"] == "fixed"]
     agree(fixed["estimate"], expected["beta"], rtol=1e-6)
-    agree(fixed["std_error"], expected["se"], rtol=1e-5)
+    agree(fixed["std_error"], expected["se"], rtol=2e-5)
     agree(fit["sigma"], expected["sigma"], rtol=1e-6)
     ours = {
         (row.group, row.term): row.estimate
@@ -260,7 +261,7 @@ def test_mixed_models(case):
         name = {"model.1": "model", "model.document": "model:document"}.get(group, group)
         name = "model:document" if name == "document:model" else name
         term = f"sd__{first}" if second is None else f"cor__{first}.{second}"
-        assert ours[name, term] == pytest.approx(value, rel=1e-5), (name, term)
+        assert ours[name, term] == pytest.approx(value, rel=5e-5), (name, term)
 
 
 @pytest.mark.parametrize("case", CASES["adjust"])

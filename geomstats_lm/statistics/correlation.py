@@ -9,7 +9,6 @@ compared.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -36,6 +35,7 @@ from geomstats_lm.statistics.pooling import RankCorrelation, arrange, as_replica
 from geomstats_lm.statistics.resampling import INTERVALS, draw_counts
 from geomstats_lm.statistics.rows import (
     Permutations,
+    available_cpus,
     in_order,
     level_rows,
     observations,
@@ -146,6 +146,12 @@ def rank_correlation(
     Partial rank correlations are correlations of the residuals of ranks on ranks. `p_value` tests
     rho = 0 with the bootstrap's standard error and G - 1 degrees of freedom.
 
+    Which interval: in simulations with autocorrelated tokens (`analyses/results/coverage.md`) the
+    percentile interval holds 94.5 to 95 % from 40 clusters on and about 93 % at 10 and 20; there
+    "robust" (94 to 95 %) is the better choice, and `test="permutation"` the better p-value (false
+    positives 5 % where the bootstrap's are 6 to 7 %). Drawing single tokens (`cluster=None`) covers
+    69 % whatever the number of clusters.
+
     Examples
     --------
     >>> import numpy as np
@@ -168,6 +174,8 @@ def rank_correlation(
     chosen = _rows_by(data, by, unit)
     permutations = None
     if test == "permutation":
+        if int(n_permutations) != n_permutations or n_permutations < 1:
+            raise ValueError(f"n_permutations={n_permutations!r} is not a number of permutations")
         permutations = Permutations(exchange, sequence, n_permutations, seed)
     selection = select(
         data,
@@ -199,7 +207,7 @@ def rank_correlation(
     }
     manner = Manner(method, partial == "semipartial", interval, level)
     arguments = (populations, counts)
-    with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(workers or available_cpus()) as pool:
         if unit == "token":
             rows = token_rows(data, selection, *arguments, pool, manner, decompose_by, permutations)
         else:

@@ -9,7 +9,6 @@ superiority against no effect, equivalence by two one-sided tests against the ma
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -35,6 +34,7 @@ from geomstats_lm.statistics.multiplicity import adjust_p_values, check_method
 from geomstats_lm.statistics.pooling import arrange, as_replicates
 from geomstats_lm.statistics.resampling import draw_counts, jackknife_counts
 from geomstats_lm.statistics.results import Result
+from geomstats_lm.statistics.rows import available_cpus
 
 EFFECTS = ("difference", "ratio")
 KINDS = ("percentile", "bca", "basic")
@@ -125,7 +125,7 @@ def test_distinct(
         left = {"n_left_out": cell.n_left_out, "n_missing": cell.n_missing}
         return {**cell.key, **row, "n": len(cell.columns), **left}, replicates
 
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(available_cpus()) as pool:
         rows = [row for cells in read_cells(data, selection) for row in pool.map(one, cells)]
     if not rows:
         raise ValueError("data: no observations in any cell")

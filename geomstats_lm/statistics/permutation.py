@@ -34,9 +34,10 @@ def exchange_test(
 
     Notes
     -----
-    Exact where clusters are exchangeable and of one length. A cluster that receives a shorter one
-    reads it again from its start, and of a longer one the first tokens; the correlation is then
-    normalized anew. Claims about clusters, and claims about tokens when clusters are independent.
+    Exact where clusters are exchangeable and of one length. Where lengths differ, clusters are
+    exchanged among some ten of similar length. A cluster that receives a shorter one reads it
+    again from its start, and of a longer one the first tokens; the correlation is then normalized
+    anew. Claims about clusters, and claims about tokens when clusters are independent.
 
     Examples
     --------
@@ -52,10 +53,23 @@ def exchange_test(
     rng = np.random.default_rng([seed, 1])
     n_clusters = starts.size - 1
     identity = np.arange(n_clusters)[None, :]
-    drawn = rng.permuted(np.repeat(identity, n_permutations, axis=0), axis=1)
+    drawn = np.repeat(identity, n_permutations, axis=0)
+    for alike in _similar_lengths(np.diff(starts)):
+        drawn[:, alike] = rng.permuted(drawn[:, alike], axis=1)
     observed = _exchanged(x, y, starts, identity)[0]
     permuted = _exchanged(x, y, starts, drawn)
     return _p_value(observed, permuted), permuted
+
+
+def _similar_lengths(length: np.ndarray) -> list[np.ndarray]:
+    """Groups of clusters that may be exchanged: all when of one length, else some ten neighbours.
+
+    A short cluster read twice over weighs more than it did, which makes the test too careful (3.6 %
+    false positives at 5 % with lengths from 6 to 26); neighbours in length differ little.
+    """
+    order = np.argsort(length, kind="stable")
+    n_groups = 1 if length.min() == length.max() else max(1, length.size // 10)
+    return np.array_split(order, n_groups)
 
 
 def shift_test(

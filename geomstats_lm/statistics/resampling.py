@@ -64,9 +64,15 @@ def draw_counts(
         else [np.flatnonzero(strata == level) for level in np.unique(strata)]
     )
     for member in members:
-        if member.size:
-            drawn = rng.multinomial(member.size, np.full(member.size, 1 / member.size), size=n_boot)
-            counts[member] = drawn.T
+        size = member.size
+        # a few resamples at a time: the draws themselves need four times the memory of the counts
+        step = max(1, 10_000_000 // max(size, 1))
+        for first in range(0, n_boot, step):
+            number = min(step, n_boot - first)
+            drawn = rng.integers(0, size, size=(number, size))
+            drawn += size * np.arange(number)[:, None]
+            block = np.bincount(drawn.ravel(), minlength=number * size).reshape(number, size)
+            counts[member, first : first + number] = block.T
     return counts
 
 

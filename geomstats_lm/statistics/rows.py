@@ -8,6 +8,7 @@ permutation tests where they are asked for.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -39,6 +40,13 @@ class Permutations:
     sequence: str
     n_permutations: int
     seed: int
+
+
+def available_cpus() -> int:
+    """CPUs this process may use (which a container may keep below what the machine has)."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def token_rows(
