@@ -355,16 +355,18 @@ def appends_exactly(
         clean = states[layer][:1]
         patch = clean[:, rows[0]].flip(1) * 0.9  # states of this layer, at other positions
         try:
-            quick = resume_single(lm, ids, layer, clean, patch, rows)
+            quick = resume_single(lm, ids, layer, clean, patch, rows, head=False)[0].float()
         except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError):
             return False  # the model takes no position ids or no such mask
         each = clean.repeat(3, 1, 1)
         each[torch.arange(3), rows[0]] = patch[0]
-        slow = resume(lm, ids.repeat(3, 1), layer, each, rows=rows.T)[:, 0].float()
-        alone = [resume(lm, ids, layer, each[i : i + 1], rows=rows[:, [i]])[0, 0] for i in range(3)]
-        rounding = float((torch.stack(alone).float() - slow).abs().max())
-        least = 64 * torch.finfo(quick.dtype).eps * float(slow.abs().max())
-        if not float((quick[0].float() - slow).abs().max()) <= max(8 * rounding, least):
+        slow = resume_final(lm, ids.repeat(3, 1), layer, each, rows=rows.T)[:, 0]
+        alone = torch.cat([
+            resume_final(lm, ids, layer, each[i : i + 1], rows=rows[:, [i]])[0] for i in range(3)
+        ])  # fmt: skip
+        rounding = float((alone.float() - slow.float()).abs().max())
+        least = 64 * torch.finfo(slow.dtype).eps * float(slow.abs().max())
+        if not float((quick - slow.float()).abs().max()) <= max(8 * rounding, least):
             return False
     return True
 

@@ -91,7 +91,7 @@ def test_intervals_cover_the_true_ratio() -> None:
 
 
 def test_tokens_of_a_document_are_not_independent() -> None:
-    """Against drawing tokens singly, intervals by documents must be wider where documents differ."""
+    """Intervals by documents are wider than by single tokens where documents differ."""
     data = perturbation(n_layers=1, per_document=20)
     spread = data.kl * xr.DataArray(
         np.random.default_rng(5).lognormal(0, 0.7, 30)[data.document.values], dims="token"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -14,6 +15,7 @@ from geomstats_lm.blocks import (
     resume,
     resume_final,
 )
+from geomstats_lm.patching import patch_single
 from tests.families import FAMILIES, MIXERS, REFUSED, TABLE, contract_row, random_model
 
 IDS = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -54,16 +56,35 @@ def check(family: str) -> None:
     # final states through the head, its scales and caps included, are the model's output
     torch.testing.assert_close(
         apply_head(lm, final.reshape(-1, final.shape[-1])).reshape(logits.shape), logits,
-        rtol=1e-4, atol=1e-4,
+        rtol=1e-5, atol=1e-5,
     )  # fmt: skip
     for layer in range(1, lm.n_layers + 1):
         assert torch.equal(resume(lm, IDS, layer, states[layer]), logits)
         assert torch.equal(resume_final(lm, IDS, layer, states[layer]), final)
-    patched = states[1].clone()
-    patched[:, 5] += torch.randn(lm.dim, generator=torch.Generator().manual_seed(0))
-    moved = resume_final(lm, IDS, 1, patched, rows=torch.tensor([[5, 7], [5, 7]]))
-    expected = resume(lm, IDS, 1, patched)[:, [5, 7]]
-    torch.testing.assert_close(
-        apply_head(lm, moved.reshape(4, -1)).reshape(expected.shape), expected, rtol=1e-4, atol=1e-4
-    )
-    assert not torch.allclose(expected[:, 0], logits[:, 5], atol=1e-3)
+    # single positions against one plain forward each, the block's output changed by a hook
+    mask = np.zeros(IDS.numel(), dtype=bool)
+    mask[[3, 7, 20]] = True
+    off = np.random.default_rng(0).standard_normal((IDS.numel(), lm.dim))
+    appends = STORED.loc[family, "single_position"] == "appended"
+    (single,) = patch_single(
+        lm, IDS, 1, states[1], [off], mask, appends=appends, batch_size=2
+    )  # fmt: skip
+    found = apply_head(lm, single)
+    for row, token in zip(found, np.flatnonzero(mask)):
+        given = states[1].clone().reshape(-1, lm.dim)
+        given[token] -= torch.from_numpy(off[token]).float()
+        expected = hooked(lm, 1, given.reshape(states[1].shape)).reshape(-1, lm.vocabulary)[token]
+        torch.testing.assert_close(row, expected, rtol=1e-5, atol=2e-5)
+        assert not torch.allclose(row, logits.reshape(-1, lm.vocabulary)[token], atol=1e-3)
+
+
+def hooked(lm, layer, state):
+    def replace(module, args, output):
+        return (state, *output[1:]) if isinstance(output, (tuple, list)) else state
+
+    handle = lm.blocks[layer - 1].register_forward_hook(replace)
+    try:
+        with torch.no_grad():
+            return lm.model(input_ids=IDS).logits
+    finally:
+        handle.remove()

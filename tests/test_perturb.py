@@ -226,6 +226,9 @@ def test_bad_arguments_are_named(gpt2) -> None:
         ({"positions": "all"}, "positions='all'"),
         ({"controls": ["noise"]}, "controls="),
         ({"n_single": 0}, "n_single=0"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"measures": ["kld"]}, r"measures=\['kld'\]: accepted"),
+        ({"measures": ["kl"], "control_measures": ["js"]}, r"control_measures=\['js'\]"),
     ]
     for arguments, match in cases:
         with pytest.raises(ValueError, match=match):
