@@ -19,6 +19,7 @@ from geomstats_lm.damage import damage_ratio
 from geomstats_lm.declaration import StudyConfig, key_of
 from geomstats_lm.statistics import RankCorrelation, rank_correlation
 
+WIDE = 180  # columns that the whole table takes; narrower, it is printed in two parts
 MEANS = (
     "relative_error", "cos_update_tokenwise", "forced_cos_update_tokenwise", "cos_centred",
     "forced_cos_centred", "angle_residual_tokenwise", "cos_next_state_tokenwise",
@@ -293,25 +294,27 @@ def print_table(table: pd.DataFrame, console: Any = None) -> None:
     if console is None:
         console = Console()
         if not console.is_terminal:  # a file or a pipe has no width of its own
-            console = Console(width=170)
+            console = Console(width=WIDE)
     shown = display_table(table)
+    first = [c for c in shown.columns[1:] if not c.endswith(("single", "all"))]
+    damage = [*first[:2], *(c for c in shown.columns[1:] if c not in first)]
+    blocks = [list(shown.columns[1:])] if console.width >= WIDE else [first, damage]
     for model, part in shown.groupby("model", sort=False):
         own = table[table["model"] == model].iloc[0]
         untrained = ", untrained" if own["untrained"] else ""
-        grid = Table(title=f"{model} ({own['architecture']}{untrained})", box=box.SIMPLE_HEAD)
-        for name in part.columns[1:]:
-            grid.add_column(
-                name, justify="left" if name in ("layers", "function class") else "right"
-            )
-        before = None
-        for row in part.iloc[:, 1:].itertuples(index=False):
-            if before is not None and row[0] != before:
-                grid.add_section()
-            grid.add_row(
-                "" if row[0] == before else row[0], *(str(v).replace("[", "\\[") for v in row[1:])
-            )
-            before = row[0]
-        console.print(grid)
+        for columns in blocks:
+            grid = Table(title=f"{model} ({own['architecture']}{untrained})", box=box.SIMPLE_HEAD)
+            for name in columns:
+                text = name in ("layers", "function class")
+                grid.add_column(name, justify="left" if text else "right", no_wrap=text)
+            before = None
+            for row in part[columns].itertuples(index=False):
+                if before is not None and row[0] != before:
+                    grid.add_section()
+                cells = [str(v).replace("[", "\\[") for v in row[1:]]
+                grid.add_row("" if row[0] == before else row[0], *cells)
+                before = row[0]
+            console.print(grid)
     for note in table_notes(table):
         console.print(note, style="dim", markup=False, highlight=False)
 
