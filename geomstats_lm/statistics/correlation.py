@@ -147,7 +147,7 @@ def rank_correlation(
     rho = 0 with the bootstrap's standard error and G - 1 degrees of freedom.
 
     Which interval: in simulations with autocorrelated tokens (`analyses/results/coverage.md`) the
-    percentile interval holds 94.5 to 95 % from 40 clusters on and about 93 % at 10 and 20; there
+    percentile interval holds 94 to 95 % from 40 clusters on and about 93 % at 10 and 20; there
     "robust" (94 to 95 %) is the better choice, and `test="permutation"` the better p-value (false
     positives 5 % where the bootstrap's are 6 to 7 %). Drawing single tokens (`cluster=None`) covers
     69 % whatever the number of clusters.
