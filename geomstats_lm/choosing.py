@@ -154,8 +154,13 @@ def cross_validate(
 
     Examples
     --------
-    >>> chosen = cross_validate(study["tiny"], ["affine"], k=(16, 32))  # doctest: +SKIP
-    >>> chosen.glance()  # doctest: +SKIP
+    >>> from geomstats_lm import extract
+    >>> from geomstats_lm.datasets import example_corpus, load_example
+    >>> cut = dict(length=32, n_windows=(12, 2), progress=False)
+    >>> states = extract(load_example("gpt2"), example_corpus(), **cut)
+    >>> chosen = cross_validate(states, ["affine"], k=(4, 8), ridge=(1.0,), layers=[2])
+    >>> chosen.tidy().function_class.tolist()
+    ['affine[k=4]', 'affine[k=8]']
     """
     for name, values in (("k", k), ("ridge", ridge), ("rank", rank)):
         if not len(values):
@@ -248,8 +253,13 @@ def reference_curve(
 
     Examples
     --------
-    >>> curve = reference_curve(study["tiny"])  # doctest: +SKIP
-    >>> print(curve.summary())  # doctest: +SKIP
+    >>> from geomstats_lm import extract
+    >>> from geomstats_lm.datasets import example_corpus, load_example
+    >>> cut = dict(length=32, n_windows=(12, 2), progress=False)
+    >>> states = extract(load_example("gpt2"), example_corpus(), **cut)
+    >>> curve = reference_curve(states, ["mean"], sizes=(50, 100, 200, 300), k=4, layers=[2])
+    >>> curve.tidy().n_reference.tolist()
+    [50, 100, 200, 300]
     """
     if not 0 < level < 1:
         raise ValueError(f"level={level}: accepted are numbers between 0 and 1")

@@ -106,8 +106,15 @@ def decompose(
 
     Examples
     --------
-    >>> from geomstats_lm import decompose, open_study  # doctest: +SKIP
-    >>> decompose(open_study("study.zarr")["tiny"], ["mean", "affine"])  # doctest: +SKIP
+    >>> from geomstats_lm import extract
+    >>> from geomstats_lm.datasets import example_corpus, load_example
+    >>> model = load_example("gpt2")
+    >>> states = extract(model, example_corpus(), length=32, n_windows=(12, 2), progress=False)
+    >>> parts = decompose(states, ["mean", "affine[k=8]"], k=4)
+    >>> parts.tokenwise.dims
+    ('model', 'function_class', 'layer', 'token', 'dim')
+    >>> parts.function_class.values.tolist()
+    ['mean', 'affine[k=8]']
     """
     activations = _activations(data)
     chosen = parse_classes(classes, ridge=ridge)

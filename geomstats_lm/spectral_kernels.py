@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+# Cached by the date of this file, as in local_kernels.
 from geomstats_lm.linear_kernels import (
     FAST,
     add_outer_products,
