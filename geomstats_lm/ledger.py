@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -153,16 +154,15 @@ def write_unit(
     OverflowError
         If a finite value does not fit the storage dtype; nothing of the unit is written.
     """
-    group = open_group(store, f"{key}/{leaf}", mode="r+")
-    arrays = {name: group[name] for name in parts}
+    arrays = _arrays_of(store, f"{key}/{leaf}")
     encoded = {}
-    for name, array in arrays.items():
-        layers = functools.partial(_layers_of, group, array, regions[name])
-        encoded[name] = encode(np.asarray(parts[name]), array, layers)
+    for name, values in parts.items():
+        layers = functools.partial(_layers_of, arrays, name, regions[name])
+        encoded[name] = encode(np.asarray(values), arrays[name], layers)
     for name, values in encoded.items():
         write_chunks(arrays[name], regions[name], values)
     tick = np.array([[checksum(encoded)]], dtype=np.uint32)
-    write_chunks(group[LEDGER], tuple(slice(i, i + 1) for i in unit), tick)
+    write_chunks(arrays[LEDGER], tuple(slice(i, i + 1) for i in unit), tick)
 
 
 def finish_leaf(store: str | Path, key: str, leaf: str, *, since: float) -> bool:
@@ -364,9 +364,25 @@ def _drop_abandoned(store: str | Path, key: str, leaf: str, settings: Mapping[st
         time.sleep(GRACE_SECONDS / 20)
 
 
-def _layers_of(group: Any, array: Any, region: tuple[slice, ...]) -> list[int]:
+def _layers_of(arrays: Mapping[str, Any], name: str, region: tuple[slice, ...]) -> list[int]:
     """Layer numbers of a region of a variable; none where it has no layers."""
-    dims = array.metadata.dimension_names or ()
-    if "layer" not in dims or "layer" not in group:
+    dims = arrays[name].metadata.dimension_names or ()
+    if "layer" not in dims or "layer" not in arrays:
         return []
-    return np.atleast_1d(group["layer"][region[dims.index("layer")]]).tolist()
+    return np.atleast_1d(arrays["layer"][region[dims.index("layer")]]).tolist()
+
+
+def _arrays_of(store: str | Path, path: str) -> dict[str, Any]:
+    """The arrays of a leaf, opened once for as long as its group file stays the same."""
+    if "://" in str(store):
+        return dict(open_group(store, path, mode="r+").arrays())
+    try:
+        made = os.stat(Path(store, path, "zarr.json"))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"no study data at {store}/{path}") from None
+    return _opened(str(store), path, made.st_mtime_ns, made.st_ino)
+
+
+@functools.lru_cache(maxsize=16)
+def _opened(store: str, path: str, changed: int, inode: int) -> dict[str, Any]:
+    return dict(open_group(store, path, mode="r+").arrays())
