@@ -338,10 +338,11 @@ def _sizes(data: Any, sizes: Sequence[int] | None, k: int) -> list[int]:
 def _token_errors(parts: xr.Dataset) -> pd.Series:
     """||r|| / ||D|| of usable tokens, indexed by layer, function_class, document and token."""
     parts = parts.isel(model=0)
-    size = np.sqrt((parts["update"].astype(np.float64) ** 2).sum("dim"))
-    left = np.sqrt((parts["residual"].astype(np.float64) ** 2).sum("dim"))
+    size = (parts["update"].astype(np.float64) ** 2).sum("dim") ** 0.5
+    left = (parts["residual"].astype(np.float64) ** 2).sum("dim") ** 0.5
     usable = (parts["position"] > 0) & ~parts["is_special"] & ~parts["is_massive"] & (size > 0)
-    error = (left / size).where(usable).compute()
+    ratio: xr.DataArray = left / size
+    error = ratio.where(usable).compute()
     frame = error.transpose("layer", "function_class", "token").to_series().dropna()
     document = parts["document"].to_series()
     index = frame.index.to_frame(index=False)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 MODELS = (
     "gpt2",
     "mamba2",
+    "rwkv",
     "gpt2-step50",
     "gpt2-step200",
     "gpt2-step800",

@@ -56,7 +56,7 @@ def residual_direction(data: xr.DataTree | xr.Dataset) -> xr.Dataset:
     ...      "tokenwise": 0 * update.expand_dims(function_class=["identity"])},
     ...     {"token_id": ("token", [1, 1, 2, 2, 3, 3]), "position": ("token", np.arange(1, 7))},
     ... )
-    >>> residual_direction(data).share.sel(source="common").item()
+    >>> round(residual_direction(data).share.sel(source="common").item(), 6)
     1.0
     """
     decomposition = decomposition_of(data)

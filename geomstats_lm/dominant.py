@@ -155,7 +155,7 @@ def subspace_relations(subspaces_of: xr.Dataset) -> xr.Dataset:
     >>> eye = np.eye(3)[None, None, None, :1]
     >>> basis = xr.DataArray(eye, dims=("model", "function_class", "layer", "component", "dim"))
     >>> same = xr.Dataset({"tokenwise_basis": basis, "residual_basis": basis})
-    >>> float(subspace_relations(same).overlap_residual)
+    >>> subspace_relations(same).overlap_residual.item()
     1.0
     """
     own = subspaces_of["tokenwise_basis"].load()

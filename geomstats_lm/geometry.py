@@ -336,7 +336,8 @@ def how_decomposed(decomposition: xr.Dataset) -> dict[str, Any]:
     """
     made, attrs = settings_of(decomposition), decomposition.attrs
     return {
-        "classes": made.get("classes", [str(c) for c in decomposition.function_class.values]),
+        # labels say everything that differs from the defaults
+        "classes": [str(label) for label in decomposition.function_class.values],
         "layers": [int(layer) for layer in decomposition.layer.values],
         "k": int(made.get("k", attrs.get("k", 32))),
         **{

@@ -33,6 +33,10 @@ COLUMNS = (
     "null_low", "null_high", "estimate", "std_error", "conf_low", "conf_high", "p_value",
     "verdict", "relative_error", "n", "n_clusters", "n_error_above_one", "reason",
 )  # fmt: skip
+SHOWN = (
+    "model", "function_class", "layer", "measure", "null", "observed", "forced", "null_mean",
+    "null_low", "null_high", "estimate", "conf_low", "conf_high", "verdict",
+)  # fmt: skip
 
 
 @dataclass
@@ -43,6 +47,13 @@ class GeometrySummary(Result):
         """The rows whose verdict is that the residual is geometrically distinct."""
         frame = self.tidy()
         return frame[frame["verdict"].str.startswith("distinct")].reset_index(drop=True)
+
+    def summary(self, rows: int = 40) -> str:
+        """The page for people: what was seen beside what was to be expected."""
+        shown = [name for name in SHOWN if name != "model" or self.estimates["model"].nunique() > 1]
+        page = Result(self.title, self.estimates[shown], self.fits, self.settings)
+        page.notes = self.notes
+        return page.summary(rows)
 
 
 def geometry_summary(
@@ -140,6 +151,8 @@ def geometry_summary(
     notes = [
         "forced: right angle of residual and tokenwise part, averaged over random directions in d "
         "dims; null_low and null_high: where the mean of a layer lies if the null holds.",
+        "Beside forced cosines stand the tokens with e < 1 only; cos_update_tokenwise lies above "
+        "the null also where angles on both sides of 90 degrees cancel in their mean.",
         f"Intervals of {level:.0%} are each layer's own; {len(labels)} clusters by {cluster}.",
     ]
     return GeometrySummary(

@@ -202,7 +202,7 @@ def symmetric_eigen(matrix, values, vectors):  # type: ignore[no-untyped-def]
             v[p] = matrix[j, p]
             norm += v[p] * v[p]
         norm = np.sqrt(norm)
-        if norm == 0:
+        if norm < 1e-140:  # its square would leave the range of a double
             continue
         side[j] = -norm if v[j + 1] > 0 else norm
         beta[j] = 1 / (norm * (norm + abs(v[j + 1])))
@@ -229,13 +229,16 @@ def symmetric_eigen(matrix, values, vectors):  # type: ignore[no-untyped-def]
     for i in range(n):
         values[i] = matrix[i, i]
         rotated[i, i] = 1.0
+    largest = 0.0
+    for i in range(n):
+        largest = max(largest, abs(values[i]) + abs(side[i]))
     # implicit QL; eigenvectors are rows here, so that every rotation runs over memory
     for first in range(n):
         for _ in range(60):
             last = first
             while last < n - 1:
                 scale = abs(values[last]) + abs(values[last + 1])
-                if abs(side[last]) <= 1e-16 * scale:
+                if abs(side[last]) <= 1e-16 * scale + 1e-17 * largest:
                     break
                 last += 1
             if last == first:

@@ -106,11 +106,6 @@ def fit_neighbourhoods(  # type: ignore[no-untyped-def]
             for p in range(d):
                 X[j, p] = row[p]
                 mean[p] += share * row[p]
-        for j in range(k):
-            root[j] = np.sqrt(weights[i, j] * np.float32(k))
-            scale = root[j]
-            for p in range(d):
-                X[j, p] = scale * (X[j, p] - mean[p])
         mean_square = 0.0
         mean_offset = 0.0
         for p in range(d):
@@ -118,25 +113,29 @@ def fit_neighbourhoods(  # type: ignore[no-untyped-def]
             raw_mean[p] = mean[p] + centre[p]
             mean_square += np.float64(raw_mean[p]) * np.float64(raw_mean[p])
             mean_offset += np.float64(raw_mean[p]) * np.float64(offset[p])
-        # 2. one half Gram and two projections serve every system
-        if n_factors > 0:
-            if precise:
-                double_gram(X, X, gram, True)
-            else:
-                half_gram(X, gram)
         trace = 0.0
         for j in range(k):
+            root[j] = np.sqrt(weights[i, j] * np.float32(k))
+            scale = root[j]
             row = X[j]
             a = np.float32(0)
             b = np.float32(0)
             own = np.float32(0)
             for p in range(d):
-                a += row[p] * offset[p]
-                b += row[p] * raw_mean[p]
-                own += row[p] * row[p]
+                value = scale * (row[p] - mean[p])
+                row[p] = value
+                a += value * offset[p]
+                b += value * raw_mean[p]
+                own += value * value
             along_query[j] = dot_double(row, offset) if precise else np.float64(a)
             along_mean[j] = dot_double(row, raw_mean) if precise else np.float64(b)
             trace += np.float64(own)
+        # 2. one half Gram serves every system
+        if n_factors > 0:
+            if precise:
+                double_gram(X, X, gram, True)
+            else:
+                half_gram(X, gram)
         raw_trace = trace
         for j in range(k):
             raw_trace += root[j] * (2 * along_mean[j] + root[j] * mean_square)

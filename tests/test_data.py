@@ -117,6 +117,15 @@ def test_card_describes_its_files(name):
     assert steps == sorted(set(steps))
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_the_table_of_models_says_what_the_card_says(name):
+    card = json.loads((DATA / "models" / name / "card.json").read_text())
+    lines = (DATA / "README.md").read_text(encoding="utf-8").splitlines()
+    row = next(line for line in lines if line.startswith(f"| `{name}` |"))
+    assert f"| {card['heldout_loss']:.3f} | {card['heldout_bits_per_byte']:.3f} |" in row
+    assert card["architecture"] in row
+
+
 @pytest.mark.parametrize("name", FINISHED)
 def test_finished_models_beat_the_trigram(name):
     card = json.loads((DATA / "models" / name / "card.json").read_text())

@@ -84,7 +84,7 @@ def test_geometry_of_a_node_has_energies_in_the_subspace_of_its_reference(tmp_pa
     forced = stored.sel(function_class="affine").energy_forced
     assert (forced == 4 / 16).all()
     pooled = (residual[usable] @ basis.T) ** 2
-    share = stored.pooled_energy_residual.sel(function_class="affine", layer=1).item()
+    share = stored.pooled_energy_residual.sel(function_class="affine", layer=1).values.item()
     assert share == pytest.approx(pooled.sum() / (residual[usable] ** 2).sum(), abs=1e-6)
 
 

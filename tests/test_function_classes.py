@@ -156,6 +156,27 @@ def test_the_accelerator_agrees_with_the_compiled_kernels():
         assert relative(one[c], two[c]) < 1e-4, cls.label  # other order of float32 sums
 
 
+@pytest.mark.parametrize("distinct", [1, 2, 5])
+@pytest.mark.parametrize("constant", [True, False])
+@pytest.mark.parametrize("size", [1.0, 1e-12])
+def test_few_distinct_neighbours_stay_exact(distinct, constant, size):
+    data, x, raw, targets = neighbourhoods(k=32, d=64, many=80)
+    rows = np.repeat(data.neighbours[:, :distinct], -(-32 // distinct), axis=1)[:, :32]
+    if constant:
+        targets = np.ones_like(targets)
+    targets = (size * targets).astype(np.float32)
+    labels = ["low_rank[rank=3]", "low_rank[rank=16]", "linear", "affine", "orthogonal"]
+    repeated = data._replace(neighbours=np.ascontiguousarray(rows), targets=targets)
+    predicted, df, _ = local_predictions(parse_classes(labels), repeated, k=32)
+    assert np.isfinite(predicted).all() and np.isfinite(df).all()
+    exact = targets.astype(np.float64)
+    for c, (rank, ridge) in enumerate([(3, 0.01), (16, 0.01)]):
+        expected = np.stack(
+            [explicit.low_rank(x[i], raw[r], exact[r], ridge, rank) for i, r in enumerate(rows)]
+        )
+        assert relative(predicted[c] / size, expected / size) < 1e-4
+
+
 def test_a_far_offset_costs_an_affine_map_nothing():
     data, x, raw, targets = neighbourhoods()
     (cls,) = parse_classes(["affine[ridge=0.5]"])

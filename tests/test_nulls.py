@@ -18,8 +18,8 @@ from tests.test_geometry import decomposition
 @pytest.mark.parametrize(("ratio", "dim"), [(0.3, 4), (0.7, 16), (2.0, 16), (1.0, 300)])
 def test_spread_of_random_directions_is_that_of_draws(ratio, dim) -> None:
     rng = np.random.default_rng(0)
-    direction = rng.standard_normal((200_000, dim))
-    c = direction[:, 0] / np.linalg.norm(direction, axis=1)
+    # the squared cosine to a fixed direction is Beta(1/2, (d - 1)/2)
+    c = rng.choice([-1, 1], 200_000) * np.sqrt(rng.beta(0.5, (dim - 1) / 2, 200_000))
     size = np.sqrt(1 + 2 * ratio * c + ratio**2)
     error = ratio / size
     kept = error < 1

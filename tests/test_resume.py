@@ -33,8 +33,7 @@ store = sys.argv[1]
 dies_in, fills_at = int(os.environ.get("DIES_IN", 0)), int(os.environ.get("FILLS_AT", 0))
 put, put_chunk, chunks = local._put, chunk_files.put_chunk, []
 
-def due(path):
-    """Count one more file of a chunk or a tick; is it the one that something happens to?"""
+def due(path):  # count one more file of a chunk or a tick: is it the one that something befalls?
     chunks.append(path)
     if fills_at and len(chunks) >= fills_at:
         import errno
