@@ -64,7 +64,9 @@ def damage_ratio(
         ``tidy()``: one row per model, function class, replacement, way of patching, control and
         layer (``layer``, or ``layer_group``): ``estimate``, ``std_error`` (of the bootstrap),
         ``conf_low``, ``conf_high``, ``damage`` and ``damage_control`` (the two means or medians),
-        ``n`` tokens, ``n_clusters``, ``interval`` and ``reason``.
+        ``n`` tokens, ``n_clusters``, ``interval`` and ``reason``, and ``participation_ratio`` of
+        the residuals (its mean over the layers of a group): where they vary in few directions,
+        isotropic noise is no fair control.
 
     Raises
     ------
@@ -114,7 +116,7 @@ def damage_ratio(
                 statistic=statistic, interval=interval, level=level,
             )  # fmt: skip
             where = {"layer": members[0]} if groups is None else {"layer_group": name}
-            rows.append({**at, **where, **found})
+            rows.append({**at, **where, **found, **_directions(perturbation, at, inside)})
     frame = pd.DataFrame(rows)
     if "replacement" in cells and "factor" in perturbation.coords:
         factor = frame["replacement"].map(perturbation["factor"].to_series())
@@ -188,6 +190,17 @@ def _values(variable: xr.DataArray, at: Mapping[str, Any]) -> np.ndarray:
             variable = variable.sel({dim: label}) if labelled else variable.isel({dim: label})
     values = variable.transpose("draw", "layer", "token", missing_dims="ignore").values
     return values if values.ndim == 3 else values[None]
+
+
+def _directions(
+    perturbation: xr.Dataset, at: Mapping[str, Any], inside: np.ndarray
+) -> dict[str, float]:
+    """The participation ratio that belongs beside a cell's ratio, where it was measured."""
+    if "participation_ratio" not in perturbation:
+        return {}
+    ratio = perturbation["participation_ratio"]
+    ratio = ratio.sel({dim: label for dim, label in at.items() if dim in ratio.dims})
+    return {"participation_ratio": float(ratio.values[inside].mean())}
 
 
 def _ratio(

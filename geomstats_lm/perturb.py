@@ -31,7 +31,7 @@ from geomstats_lm.output_damage import Ask
 from geomstats_lm.perturbation_leaf import (
     Shared,
     Work,
-    check_parts,
+    check_target,
     perturbation_template,
     run_units,
 )
@@ -167,7 +167,7 @@ def perturb(
         batch_size=batch_size, downstream=downstream,
     )  # fmt: skip
     measures, control_measures = _measures_of(model, measures, control_measures)
-    check_parts(part, store, overwrite)
+    check_target(leaf, part, store, overwrite)
     rules = replacements_of(replace, factors)
     parts = _tokenwise_parts(data, classes)
     if parts.attrs.get("parameter_checksum", "") not in ("", parameter_checksum(model)):

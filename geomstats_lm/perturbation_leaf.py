@@ -6,6 +6,7 @@ what needs all tokens, such as ``damage_ratio = sum KL / sum KL_control``, so it
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ import xarray as xr
 from geomstats_lm.blocks import LanguageModel
 from geomstats_lm.controls import participation_ratio
 from geomstats_lm.cube import (
+    LEAVES,
     LEDGER,
     finish_leaf,
     open_leaf,
@@ -185,8 +187,16 @@ def run_units(
     return open_leaf(work.store, work.key, work.leaf, incomplete="error" if complete else "ignore")
 
 
-def check_parts(part: tuple[int, int] | None, store: str | Path | None, overwrite: bool) -> None:
-    """Refuse parts that cannot be put together."""
+def check_target(
+    leaf: str, part: tuple[int, int] | None, store: str | Path | None, overwrite: bool
+) -> None:
+    """Refuse leaves that hold something else, and parts that cannot be put together."""
+    others = [name for name in LEAVES if name != "perturbation"]
+    if leaf in others or not re.fullmatch(r"[a-z][a-z0-9_]*", leaf):
+        raise ValueError(
+            f"leaf={leaf!r}: accepted are names of small letters, digits and underscores other "
+            f"than {', '.join(others)}"
+        )
     if part is None:
         return
     if len(part) != 2 or not 1 <= part[0] <= part[1]:

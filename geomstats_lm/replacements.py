@@ -107,7 +107,8 @@ def project_on(basis: Any) -> Callable[..., np.ndarray]:
     ----------
     basis : array_like, shape (dim, m), or mapping of layer to one, or xarray.DataArray
         Spans the subspace; it need not be orthonormal.  A DataArray has the dim ``dim``, one
-        other, and perhaps ``layer``.
+        other, and perhaps ``layer``, such as ``tokenwise_basis`` of
+        :func:`dominant_subspaces` for one function class.
 
     Returns
     -------
@@ -161,12 +162,14 @@ def _projection(basis: Any, *, on: bool) -> Callable[..., np.ndarray]:
 def _orthonormal(basis: Any) -> dict[int, np.ndarray]:
     """Orthonormal bases by layer; 0 stands for every layer."""
     if isinstance(basis, xr.DataArray):
-        basis = basis.squeeze([d for d in basis.dims if d != "layer" and basis.sizes[d] == 1
-                               and d not in ("dim", basis.dims[-1])], drop=True)  # fmt: skip
+        basis = basis.squeeze(
+            [d for d in ("model", "function_class") if basis.sizes.get(d) == 1], drop=True
+        )
         rest = [d for d in basis.dims if d not in ("layer", "dim")]
         if "dim" not in basis.dims or len(rest) != 1:
             raise ValueError(
-                f"basis has dims {basis.dims}; accepted are 'dim', one other and 'layer'"
+                f"basis has dims {basis.dims}; accepted are 'dim', one other and 'layer': select "
+                "one function class"
             )
         basis = basis.transpose("layer", "dim", *rest, missing_dims="ignore")
         if "layer" in basis.dims:

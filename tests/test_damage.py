@@ -56,7 +56,11 @@ def test_ratio_and_interval_equal_a_bootstrap_by_hand() -> None:
 def test_groups_of_layers_pool_tokens_and_medians_pool_draws() -> None:
     data = perturbation()
     groups = {"first": [1], "rest": [2, 3]}
-    pooled = damage_ratio(data, groups=groups, n_boot=199).tidy()
+    directions = xr.DataArray([[[2.0, 3.0, 5.0]]], dims=("model", "function_class", "layer"))
+    pooled = damage_ratio(
+        data.assign(participation_ratio=directions), groups=groups, n_boot=199
+    ).tidy()
+    assert pooled.groupby("layer_group")["participation_ratio"].first().tolist() == [2, 4]
     row = pooled[(pooled.layer_group == "rest") & (pooled.positions == "all")].iloc[0]
     inside = data.sel(positions="all", layer=[2, 3])
     expected = float(inside.kl.sum() / inside.kl_control.mean("draw").sum())

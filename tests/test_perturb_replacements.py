@@ -175,6 +175,12 @@ def test_subspaces_by_layer() -> None:
         np.testing.assert_allclose(kept + rest, r, atol=1e-12)
     with pytest.raises(ValueError, match="layer 6 needs a basis"):
         project_on(basis)(zero, r, r, layer=6)
+    whole = basis.expand_dims(model=["tiny"], function_class=["affine"])  # as they are stored
+    np.testing.assert_allclose(
+        project_on(whole)(zero, r, r, layer=4), project_on(basis)(zero, r, r, layer=4)
+    )
+    with pytest.raises(ValueError, match="select one function class"):
+        project_on(basis.expand_dims(function_class=["affine", "mean"]))
     with pytest.raises(ValueError, match="basis has dims"):
         project_on(basis.rename(dim="width"))
 

@@ -73,6 +73,9 @@ def test_more_parts_than_runs_and_bad_parts(gpt2, tmp_path) -> None:
     for part in ((0, 2), (3, 2)):
         with pytest.raises(ValueError, match="part="):
             perturb(lm, parts, store=tmp_path / "s.zarr", part=part, **ASK)
+    for leaf in ("geometry", "a/b", ""):
+        with pytest.raises(ValueError, match="leaf="):
+            perturb(lm, parts, store=tmp_path / "s.zarr", leaf=leaf, **ASK)
     with pytest.raises(ValueError, match="pass store="):
         perturb(lm, parts, part=(1, 2), **ASK)
 
