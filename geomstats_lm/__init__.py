@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from geomstats_lm.choosing import cross_validate as cross_validate
     from geomstats_lm.choosing import reference_curve as reference_curve
+    from geomstats_lm.class_labels import known_classes as known_classes
     from geomstats_lm.class_labels import register_function_class as register_function_class
     from geomstats_lm.corpus import read_corpus as read_corpus
     from geomstats_lm.corpus import windows as windows
@@ -61,6 +62,7 @@ _PUBLIC = {
     "verify_study": "verify",
     "decompose": "decompose",
     "register_function_class": "class_labels",
+    "known_classes": "class_labels",
     "cross_validate": "choosing",
     "reference_curve": "choosing",
     "geometry": "geometry",

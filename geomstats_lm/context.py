@@ -216,8 +216,8 @@ def _oracle(data: xr.Dataset, model: Any) -> xr.DataArray:
     layers = xr.DataArray(data.layer.values, dims="layer")
     ids = xr.DataArray(data.token_id.values, dims="token")
     if data.state.chunks:
-        layers = layers.chunk({"layer": data.state.chunksizes["layer"]})
-        ids = ids.chunk({"token": data.state.chunksizes["token"]})
+        layers = layers.chunk({"layer": data.state.variable.chunksizes["layer"]})
+        ids = ids.chunk({"token": data.state.variable.chunksizes["token"]})
     return xr.apply_ufunc(
         alone, data.state, layers, ids, input_core_dims=[["dim"], [], []],
         output_core_dims=[["dim"]], dask="parallelized", output_dtypes=[np.float32],

@@ -249,7 +249,7 @@ def _streams(own: xr.DataArray, seed: int) -> tuple[xr.DataArray, xr.DataArray]:
     for code in codes.values():
         streams = (streams * 1_000_003 + code) % (1 << 31)
     tokens = xr.DataArray(np.arange(own.sizes["token"]), dims="token")
-    chunks = {d: own.chunksizes[d] for d in (*codes, "token")}
+    chunks = {d: own.variable.chunksizes[d] for d in (*codes, "token")}
     streams = streams.transpose(*codes).chunk({d: chunks[d] for d in codes})
     return streams, tokens.chunk({"token": chunks["token"]})
 
