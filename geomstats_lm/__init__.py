@@ -20,12 +20,15 @@ if TYPE_CHECKING:
     from geomstats_lm.choosing import reference_curve as reference_curve
     from geomstats_lm.class_labels import known_classes as known_classes
     from geomstats_lm.class_labels import register_function_class as register_function_class
+    from geomstats_lm.context import context as context
+    from geomstats_lm.context import context_summary as context_summary
     from geomstats_lm.corpus import read_corpus as read_corpus
     from geomstats_lm.corpus import windows as windows
     from geomstats_lm.cube import open_cube as open_cube
     from geomstats_lm.cube import open_study as open_study
     from geomstats_lm.damage import damage_ratio as damage_ratio
     from geomstats_lm.decompose import decompose as decompose
+    from geomstats_lm.direction import residual_direction as residual_direction
     from geomstats_lm.dominant import dominant_subspaces as dominant_subspaces
     from geomstats_lm.dominant import subspace_relations as subspace_relations
     from geomstats_lm.extract import extract as extract
@@ -34,7 +37,18 @@ if TYPE_CHECKING:
     from geomstats_lm.import_activations import import_activations as import_activations
     from geomstats_lm.models import as_language_model as as_language_model
     from geomstats_lm.models import load_model as load_model
+    from geomstats_lm.nulls import exchanged as exchanged
+    from geomstats_lm.nulls import forced as forced
+    from geomstats_lm.nulls import isotropic as isotropic
+    from geomstats_lm.parts import extract_parts as extract_parts
+    from geomstats_lm.parts_geometry import parts_geometry as parts_geometry
     from geomstats_lm.perturb import perturb as perturb
+    from geomstats_lm.refits import leak as leak
+    from geomstats_lm.refits import permuted as permuted
+    from geomstats_lm.refits import random_neighbours as random_neighbours
+    from geomstats_lm.refits import untrained as untrained
+    from geomstats_lm.replacements import project_off as project_off
+    from geomstats_lm.replacements import project_on as project_on
     from geomstats_lm.statistics import adjust as adjust
     from geomstats_lm.statistics import cluster_bootstrap as cluster_bootstrap
     from geomstats_lm.statistics import compare_correlations as compare_correlations
@@ -56,6 +70,7 @@ _PUBLIC = {
     "load_model": "models",
     "as_language_model": "models",
     "extract": "extract",
+    "extract_parts": "parts",
     "import_activations": "import_activations",
     "open_study": "cube",
     "open_cube": "cube",
@@ -69,8 +84,21 @@ _PUBLIC = {
     "geometry_summary": "geometry_summary",
     "dominant_subspaces": "dominant",
     "subspace_relations": "dominant",
+    "forced": "nulls",
+    "isotropic": "nulls",
+    "exchanged": "nulls",
+    "permuted": "refits",
+    "random_neighbours": "refits",
+    "untrained": "refits",
+    "leak": "refits",
+    "residual_direction": "direction",
+    "context": "context",
+    "context_summary": "context",
+    "parts_geometry": "parts_geometry",
     "perturb": "perturb",
     "damage_ratio": "damage",
+    "project_on": "replacements",
+    "project_off": "replacements",
     "rank_correlation": "statistics",
     "compare_correlations": "statistics",
     "cluster_bootstrap": "statistics",

@@ -65,10 +65,11 @@ __all__ = [
     "write_unit",
 ]
 
-LEAVES = ("activations", "decomposition", "geometry", "perturbation")
+LEAVES = ("activations", "parts", "decomposition", "subspace", "geometry", "perturbation")
 RESERVED = "statistics"
 DIM_ORDER = (
-    "model", "function_class", "positions", "control", "draw", "layer", "token", "dim",
+    "model", "function_class", "replacement", "positions", "control", "draw", "layer", "token",
+    "dim",
 )  # fmt: skip
 
 

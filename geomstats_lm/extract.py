@@ -57,6 +57,7 @@ def extract(
     dtype: str = "float32",
     batch_size: int = 16,
     part: tuple[int, int] | None = None,
+    parts: bool = False,
     overwrite: bool = False,
     progress: bool = True,
 ) -> xr.Dataset:
@@ -88,6 +89,9 @@ def extract(
     part : (int, int), optional
         ``(i, n)``: do the i-th of n parts only, i = 1..n.  Parts are disjoint, adjacent runs of
         tokens of one store that any number of processes may fill at the same time.
+    parts : bool
+        Store also what mixer and MLP of every block contribute to the update, in the leaf
+        ``parts`` (:func:`geomstats_lm.extract_parts`); needs a store.
     overwrite : bool
         Replace activations that were made with other settings.
     progress : bool
@@ -119,6 +123,8 @@ def extract(
     {'model': 1, 'layer': 7, 'token': 192, 'dim': 192}
     """
     _check_arguments(dtype, batch_size, part, store, overwrite)
+    if parts and (store is None or part is not None):
+        raise ValueError("parts=True needs a store, and part=None")
     chosen = chosen_layers(model, layers, every)
     if isinstance(corpus, pd.DataFrame):
         corpus = windows(corpus, model.tokenizer, length=length, n_windows=n_windows, seed=seed)
@@ -161,6 +167,13 @@ def extract(
         whole = open_leaf(store, model.key, "activations")
     else:
         whole = open_leaf(store, model.key, "activations", incomplete="ignore")
+    if parts:
+        from geomstats_lm.parts import extract_parts
+
+        extract_parts(
+            model, whole, batch_size=batch_size, store=store, overwrite=overwrite,
+            progress=progress,
+        )  # fmt: skip
     if part is None:
         return whole
     edges = [runs[i] for i in mine]
