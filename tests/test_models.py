@@ -15,14 +15,17 @@ from geomstats_lm.blocks import (
     resume_single,
 )
 from geomstats_lm.models import as_language_model, load_model, parameter_checksum
-from tests.families import FAMILIES, random_model
+from tests.families import random_model
 from tests.model_samples import tiny_bert, tiny_gpt2
 
 STORIES = Path("../shared/data/models/stories260K")
 IDS = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    ["gpt2", "gpt_neox", "opt", "falcon", "phi", "gemma3_text", "openai-gpt", "xlstm", "jamba"],
+)
 def test_family_is_read_and_resumed(family: str) -> None:
     """h_L through final norm and head is the output; an unchanged patch changes nothing."""
     lm = random_model(family)
