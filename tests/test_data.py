@@ -163,7 +163,7 @@ def test_heldout_loss_of_the_card_reproduces(name):
     lines = (DATA / "text" / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
     documents = [np.array(tokenizer(json.loads(line)["text"])["input_ids"]) for line in lines]
     assert sum(map(len, documents)) == card["heldout_tokens"]
-    # The card's loss is by the library's own loop, which takes RWKV minutes; the scan has its values.
+    # The card's loss is by the library's own loop, minutes for RWKV; the scan gives its values.
     with rwkv_scan.compiled_scan():
         loss = train_models.heldout_loss(model, documents, tokenizer.eos_token_id)
     # Same weights, same text, float32: kernels and threads move it by about 1e-6.
