@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from geomstats_lm.cube import open_cube as open_cube
     from geomstats_lm.cube import open_study as open_study
     from geomstats_lm.damage import damage_ratio as damage_ratio
+    from geomstats_lm.datasets import available_models as available_models
+    from geomstats_lm.datasets import example_corpus as example_corpus
+    from geomstats_lm.datasets import example_node as example_node
+    from geomstats_lm.datasets import example_path as example_path
+    from geomstats_lm.datasets import load_example as load_example
     from geomstats_lm.decompose import decompose as decompose
     from geomstats_lm.direction import residual_direction as residual_direction
     from geomstats_lm.dominant import dominant_subspaces as dominant_subspaces
@@ -65,6 +70,11 @@ __version__ = "0.1.0"
 
 # public name -> the room that holds it
 _PUBLIC = {
+    "available_models": "datasets",
+    "load_example": "datasets",
+    "example_path": "datasets",
+    "example_corpus": "datasets",
+    "example_node": "datasets",
     "read_corpus": "corpus",
     "windows": "corpus",
     "load_model": "models",

@@ -180,7 +180,17 @@ def register_function_class(
 
 
 def known_classes() -> list[str]:
-    """Names of all function classes, the registered ones last."""
+    """Names of all function classes, the registered ones last.
+
+    Returns
+    -------
+    list of str
+
+    Examples
+    --------
+    >>> known_classes()[:3]
+    ['identity', 'self_only', 'mean']
+    """
     return [*_CLASSES, *_REGISTERED]
 
 

@@ -72,6 +72,14 @@ def context(
     Notes
     -----
     The two subspaces are those of the very tokens measured: their overlap is a description.
+
+    Examples
+    --------
+    >>> from geomstats_lm.datasets import example_node, load_example
+    >>> model = load_example("gpt2")
+    >>> split = context(example_node(model=model), model=model, m=4)
+    >>> "share_context" in split
+    True
     """
     decomposition = decomposition_of(data)
     single = decomposition["update"].chunks is None
@@ -137,6 +145,14 @@ def context_summary(
     ------
     ValueError
         If the coordinate is missing.
+
+    Examples
+    --------
+    >>> from geomstats_lm.datasets import example_node, load_example
+    >>> model = load_example("gpt2")
+    >>> split = context(example_node(model=model), model=model, m=4)
+    >>> sorted(set(context_summary(split, n_boot=99).tidy()["part"]))
+    ['context', 'misfit']
     """
     if cluster not in measured.coords:
         raise ValueError(f"cluster={cluster!r} is no coordinate; there are {list(measured.coords)}")

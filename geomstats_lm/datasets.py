@@ -6,6 +6,7 @@ an installed wheel carries two models and the text, and says where the others ar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,3 +149,43 @@ def _root() -> Path:
 
 def _has_weights(folder: Path) -> bool:
     return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+
+
+def example_node(
+    name: str = "gpt2", classes: Sequence[str] = ("mean", "affine"), *, model: Any = None
+) -> Any:
+    """A small node of a study in memory: activations and decomposition of an example model.
+
+    Parameters
+    ----------
+    name : str
+        Of :func:`available_models`.
+    classes : sequence of str
+        Labels of function classes.
+    model : LanguageModel, optional
+        The model, where it is loaded already.
+
+    Returns
+    -------
+    xarray.DataTree
+        24 reference and 6 evaluation windows of 16 tokens, k = 8.
+
+    Raises
+    ------
+    FileNotFoundError
+        If the model or the text is not there.
+
+    Examples
+    --------
+    >>> sorted(example_node().children)
+    ['activations', 'decomposition']
+    """
+    import xarray as xr
+
+    from geomstats_lm.decompose import decompose
+    from geomstats_lm.extract import extract
+
+    model = model if model is not None else load_example(name)
+    activations = extract(model, example_corpus(), length=16, n_windows=(24, 6), progress=False)
+    parts = decompose(activations, classes, k=8, model=model).compute()
+    return xr.DataTree.from_dict({"activations": activations, "decomposition": parts})

@@ -126,6 +126,12 @@ def exchanged(
     ------
     ValueError
         If fewer than two tokens are usable at all layers.
+
+    Examples
+    --------
+    >>> from geomstats_lm.datasets import example_node
+    >>> exchanged(example_node(), draws=2).sizes["draw"]
+    2
     """
     return _redrawn(data, "exchanged", _exchanged, draws, subspace, exclude, seed, donors=True)
 

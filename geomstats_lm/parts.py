@@ -168,6 +168,14 @@ def extract_parts(
         If the parts of this architecture do not add up to its updates.
     ValueError
         If the activations are not of this model or lack tokens of their windows.
+
+    Examples
+    --------
+    >>> from geomstats_lm.datasets import example_node, load_example
+    >>> model = load_example("gpt2")
+    >>> parts = extract_parts(model, example_node(model=model), progress=False)
+    >>> sorted(parts.data_vars)
+    ['mixer', 'mlp']
     """
     source = data["activations"].to_dataset() if isinstance(data, xr.DataTree) else data
     ids, rows, length = _windows(model, source, tokens)

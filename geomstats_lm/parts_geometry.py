@@ -53,6 +53,17 @@ def parts_geometry(
     ------
     ValueError
         If there are no parts, or of other tokens.
+
+    Examples
+    --------
+    >>> from geomstats_lm.datasets import example_node, load_example
+    >>> from geomstats_lm.parts import extract_parts
+    >>> model = load_example("gpt2")
+    >>> node = example_node(model=model)
+    >>> contributions = extract_parts(model, node, progress=False)
+    >>> measured = parts_geometry(node["decomposition"].to_dataset(), contributions)
+    >>> "energy_mixer" in measured
+    True
     """
     if parts is None:
         if not isinstance(data, xr.DataTree) or "parts" not in data.children:

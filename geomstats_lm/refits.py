@@ -66,6 +66,12 @@ def permuted(
     ------
     ValueError
         If the node lacks activations or decomposition, or an argument is out of range.
+
+    Examples
+    --------
+    >>> from geomstats_lm.datasets import example_node
+    >>> permuted(example_node()).sizes["null"]
+    1
     """
     if within not in WITHIN:
         raise ValueError(f"within={within!r}: accepted are {', '.join(map(repr, WITHIN))}")
@@ -120,6 +126,12 @@ def random_neighbours(
     ------
     ValueError
         If no class is local.
+
+    Examples
+    --------
+    >>> from geomstats_lm.datasets import example_node
+    >>> random_neighbours(example_node()).sizes["null"]
+    1
     """
     _check_draws(draws)
     return _refitted(data, "random_neighbours", draws, subspace, exclude, seed)
@@ -146,6 +158,12 @@ def leak(
     ------
     ValueError
         If no class is local.
+
+    Examples
+    --------
+    >>> from geomstats_lm.datasets import example_node
+    >>> leak(example_node()).sizes["null"]
+    1
     """
     return _refitted(data, "leak", 1, subspace, exclude, 0)
 
@@ -185,6 +203,13 @@ def untrained(
     ------
     ValueError
         If tokens of the windows were not kept at extraction.
+
+    Examples
+    --------
+    >>> from geomstats_lm.datasets import example_node, load_example
+    >>> model = load_example("gpt2")
+    >>> untrained(model, example_node(model=model)).sizes["null"]
+    1
     """
     from geomstats_lm.dominant import dominant_subspaces
     from geomstats_lm.extract import extract

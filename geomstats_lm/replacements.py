@@ -136,6 +136,12 @@ def project_off(basis: Any) -> Callable[..., np.ndarray]:
     -------
     callable
         For ``replace=``.
+
+    Examples
+    --------
+    >>> drop_first = project_off(np.eye(3)[:, :1])
+    >>> drop_first(np.zeros((1, 3)), np.ones((1, 3)), np.ones((1, 3)), layer=1)
+    array([[0., 1., 1.]])
     """
     return _projection(basis, on=False)
 
