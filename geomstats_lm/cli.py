@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -267,6 +268,14 @@ def main() -> None:
     logging.set_verbosity_error()
     # Advice that other libraries print on import is not what the user asked for.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    shown: set[str] = set()
+
+    def show(message: Any, *args: Any, **kwargs: Any) -> None:
+        if str(message) not in shown:  # once, and without the line of code it came from
+            shown.add(str(message))
+            typer.echo(f"geomstats-lm: warning: {message}", err=True)
+
+    warnings.showwarning = show
     try:
         app()
     except (ValueError, TypeError, FileNotFoundError, KeyError, OverflowError) as error:

@@ -7,6 +7,7 @@ Documents are what is split into reference and evaluation and what is resampled:
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -20,7 +21,8 @@ import pandas as pd
 import xarray as xr
 
 SEPARATORS = {"wikitext": r"(?m)^(?= = [^=\n]+ = *$)"}
-SUFFIXES = (".txt", ".jsonl", ".raw", ".tokens", ".md")
+JSON_LINES = (".jsonl", ".json", ".ndjson")
+SUFFIXES = (".txt", *JSON_LINES, ".raw", ".tokens", ".md")
 REFERENCE, EVALUATION = 0, 1
 
 
@@ -69,13 +71,18 @@ def read_corpus(
     >>> corpus.shape
     (2, 2)
     """
+    if isinstance(source, Mapping):
+        raise TypeError(f"source={source!r:.80}: a single mapping; give a list of them")
     pattern = _separator_pattern(separator)
     rows: list[tuple[str, str]] = []
     for name, text in _texts(source, encoding):
-        pieces = pattern.split(text) if pattern else [text]
-        kept = [p.strip("\n") for p in pieces if p and p.strip()]
+        pieces = _cut(pattern, text) if pattern else [text]
+        kept = [p.strip("\n") for p in pieces if p.strip()]
         if not kept:
             raise ValueError(f"source: {name} is empty")
+        for piece in kept:
+            if any("\ud800" <= character <= "\udfff" for character in piece):
+                raise ValueError(f"source: {name} holds half a surrogate pair, which is no text")
         rows.extend((name, piece) for piece in kept)
     if not rows:
         raise ValueError(f"source={source!r} holds no text")
@@ -85,10 +92,17 @@ def read_corpus(
             "separator= to cut it (a regular expression, or 'wikitext')",
             stacklevel=2,
         )
+    copies = len(rows) - len({text for _, text in rows})
+    if copies:
+        warnings.warn(
+            f"{copies} of {len(rows)} documents are copies of others; a copy may be reference for "
+            "its original, which makes errors too small",
+            stacklevel=2,
+        )
     corpus = pd.DataFrame(rows, columns=["source", "text"]).rename_axis("document")
     digest = hashlib.sha256()
     for text in corpus["text"]:
-        digest.update(text.encode("utf-8", "surrogatepass") + b"\0")
+        digest.update(text.encode("utf-8") + b"\0")
     corpus.attrs["text_checksum"] = digest.hexdigest()
     return corpus
 
@@ -143,6 +157,12 @@ def windows(
     >>> sorted(set(cut.split.values.tolist()))
     [0, 1]
     """
+    if not isinstance(length, (int, np.integer)):
+        raise TypeError(f"length={length!r}: a window's length is a whole number")
+    if tokenizer is None:
+        raise TypeError("tokenizer: None; load the model with its tokenizer")
+    if seed < 0:
+        raise ValueError(f"seed={seed}: accepted are 0 and above")
     if length < 2:
         raise ValueError(f"length={length}: a window needs at least 2 tokens")
     if not 0 <= evaluation_share < 1:
@@ -220,9 +240,17 @@ def windows(
     )
 
 
+def _cut(pattern: re.Pattern[str], text: str) -> list[str]:
+    """The pieces between matches; unlike ``re.split`` groups in the pattern add none."""
+    edges = [(0, 0), *(m.span() for m in pattern.finditer(text)), (len(text), len(text))]
+    return [text[a[1] : b[0]] for a, b in itertools.pairwise(edges)]
+
+
 def _separator_pattern(separator: str | None) -> re.Pattern[str] | None:
     if separator is None:
         return None
+    if separator == "":
+        raise ValueError("separator='' would make every character a document")
     try:
         return re.compile(SEPARATORS.get(separator, separator))
     except re.error as error:
@@ -276,7 +304,8 @@ def _read_path(path: Path, encoding: str) -> Iterable[tuple[str, str]]:
     for file in files:
         try:
             # universal newlines, as open() in text mode: regular expressions expect "\n"
-            text = file.read_bytes().decode(encoding).replace("\r\n", "\n")
+            text = file.read_bytes().decode(encoding).removeprefix("\ufeff")
+            text = text.replace("\r\n", "\n").replace("\r", "\n")
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"source: {file} is not {encoding}: byte {error.start} "
@@ -285,10 +314,11 @@ def _read_path(path: Path, encoding: str) -> Iterable[tuple[str, str]]:
             ) from None
         if not text.strip():
             raise ValueError(f"source: {file} is empty")
-        if file.suffix != ".jsonl":
+        if file.suffix.lower() not in JSON_LINES:
             yield str(file), text
             continue
-        for number, line in enumerate(text.splitlines(), start=1):
+        # not splitlines(): JSON strings may hold other separators of lines
+        for number, line in enumerate(text.split("\n"), start=1):
             if not line.strip():
                 continue
             try:

@@ -6,6 +6,8 @@ line per problem.
 
 from __future__ import annotations
 
+import math
+import re
 import tomllib
 from pathlib import Path
 from typing import Any, Literal
@@ -28,11 +30,11 @@ class _Section(pydantic.BaseModel):
 class ModelSection(_Section):
     """One model: where it is and how it is loaded."""
 
-    path: str
+    path: str = pydantic.Field(min_length=1)
     name: str | None = None
     revision: str | None = None
     untrained: bool = False
-    seed: int = 0
+    seed: int = pydantic.Field(0, ge=0)
     trust_remote_code: bool = False
 
 
@@ -43,7 +45,7 @@ class WindowSection(_Section):
     reference: int | None = pydantic.Field(None, ge=1)
     evaluation: int | None = pydantic.Field(None, ge=1)
     evaluation_share: float = pydantic.Field(1 / 3, gt=0, lt=1)
-    seed: int = 0
+    seed: int = pydantic.Field(0, ge=0)
 
     @pydantic.model_validator(mode="after")
     def _pair(self) -> WindowSection:
@@ -70,13 +72,22 @@ class DecomposeSection(_Section):
 
     classes: tuple[str, ...] = DEFAULT_CLASSES
     k: int = pydantic.Field(32, ge=1)
-    ridge: float | None = None
+    ridge: float | Literal["cv"] | None = None
     target: Literal["update", "state"] = "update"
     metric: Literal["euclidean", "cosine", "standardized"] = "euclidean"
+
+    @pydantic.field_validator("ridge")
+    @classmethod
+    def _finite(cls, value: Any) -> Any:
+        if isinstance(value, float) and not 0 <= value < math.inf:
+            raise ValueError("a ridge is finite and not negative")
+        return value
 
     @pydantic.field_validator("classes")
     @classmethod
     def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value:
+            raise ValueError("at least one function class is needed")
         return tuple(parsed.label for parsed in parse_classes(value))
 
 
@@ -88,7 +99,14 @@ class PerturbSection(_Section):
     n_single: int = pydantic.Field(8, ge=1)
     controls: tuple[Literal["exchanged", "gaussian", "isotropic"], ...] = ("exchanged",)
     draws: int = pydantic.Field(1, ge=1)
-    seed: int = 0
+    seed: int = pydantic.Field(0, ge=0)
+
+    @pydantic.field_validator("positions", "controls")
+    @classmethod
+    def _different(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value or len(set(value)) < len(value):
+            raise ValueError("at least one, and each once")
+        return value
 
     @pydantic.field_validator("function_class")
     @classmethod
@@ -103,7 +121,7 @@ class CorrelateSection(_Section):
     norm: Literal["raw", "relative", "standardized"] = "raw"
     n_boot: int = pydantic.Field(2000, ge=100)
     level: float = pydantic.Field(0.95, gt=0, lt=1)
-    seed: int = 0
+    seed: int = pydantic.Field(0, ge=0)
 
 
 class StudyConfig(_Section):
@@ -111,9 +129,9 @@ class StudyConfig(_Section):
 
     models: tuple[ModelSection, ...] = pydantic.Field(min_length=1)
     corpus: tuple[str, ...] = pydantic.Field(min_length=1)
-    output: str
-    separator: str | None = None
-    device: str = "cpu"
+    output: str = pydantic.Field(min_length=1)
+    separator: str | None = pydantic.Field(None, min_length=1)
+    device: str = pydantic.Field("cpu", pattern=r"^(cpu|cuda(:\d+)?|mps)$")
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     windows: WindowSection = WindowSection()
     extract: ExtractSection = ExtractSection()
@@ -125,12 +143,26 @@ class StudyConfig(_Section):
     @classmethod
     def _models(cls, value: Any) -> Any:
         value = [value] if isinstance(value, str | dict) else value
-        return [{"path": v} if isinstance(v, str) else v for v in value]
+        if not isinstance(value, list | tuple):
+            raise ValueError("accepted are a name or path, or a list of them")
+        return tuple({"path": v} if isinstance(v, str) else v for v in value)
 
     @pydantic.field_validator("corpus", mode="before")
     @classmethod
     def _corpus(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
+        value = [value] if isinstance(value, str) else value
+        if isinstance(value, list) and "" in value:
+            raise ValueError("an empty path")
+        return value
+
+    @pydantic.field_validator("separator")
+    @classmethod
+    def _compiles(cls, value: str | None) -> str | None:
+        try:
+            re.compile(value or "")
+        except re.error as error:
+            raise ValueError(f"no regular expression: {error}") from None
+        return value
 
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> StudyConfig:
@@ -193,13 +225,14 @@ def read_study(path: str | Path) -> StudyConfig:
     if not path.is_file():
         raise FileNotFoundError(f"there is no study file {path}")
     try:
-        declared = tomllib.loads(path.read_text(encoding="utf-8"))
+        declared = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise StudyError(f"{path} is no TOML: {error}") from None
     try:
         config = StudyConfig.model_validate(declared)
     except pydantic.ValidationError as error:
-        raise StudyError("\n".join(_problem(path, e) for e in error.errors())) from None
+        problems = [e for e in error.errors() if e["type"] != "too_short" or not e["input"]]
+        raise StudyError("\n".join(_problem(path, e) for e in problems)) from None
     return _resolved(config, path)
 
 
@@ -235,6 +268,15 @@ def _resolved(config: StudyConfig, path: Path) -> StudyConfig:
         elif not is_hub_id or model.path.endswith(".gguf"):
             problems.append(f"{path}: models: there is no {model.path} (looked in {folder})")
         models.append(model)
+        try:
+            key_of(model)
+        except ValueError as error:
+            problems.append(f"{path}: models: {error}; give it another name")
+    output = folder / config.output
+    if output.exists() and not output.is_dir():
+        problems.append(f"{path}: output: {config.output} is a file, not a folder")
+    if problems:
+        raise StudyError("\n".join(problems))
     keys = [key_of(model) for model in models]
     for key in sorted({k for k in keys if keys.count(k) > 1}):
         problems.append(f"{path}: models: two models would be stored as {key!r}; give one a name")

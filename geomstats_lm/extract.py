@@ -33,7 +33,7 @@ from geomstats_lm.cube import (
     token_runs,
     write_unit,
 )
-from geomstats_lm.models import parameter_checksum
+from geomstats_lm.models import longest_window, parameter_checksum
 from geomstats_lm.selection import (
     chosen_layers,
     filter_name,
@@ -128,7 +128,7 @@ def extract(
     chosen = chosen_layers(model, layers, every)
     if isinstance(corpus, pd.DataFrame):
         corpus = windows(corpus, model.tokenizer, length=length, n_windows=n_windows, seed=seed)
-    _check_windows(model, corpus)
+    check_windows(model, corpus)
     kept = kept_tokens(corpus, tokens)
     template = activation_template(model, corpus, layers=chosen, kept=kept)
     ids = corpus.token_id.values.reshape(-1, int(corpus.attrs["window_length"]))
@@ -329,14 +329,12 @@ def _check_arguments(
         )
 
 
-def _check_windows(model: LanguageModel, corpus: xr.Dataset) -> None:
+def check_windows(model: LanguageModel, corpus: xr.Dataset) -> None:
     if not isinstance(corpus, xr.Dataset) or "token_id" not in corpus.coords:
         raise TypeError(f"corpus: accepted are documents or windows, given {type(corpus).__name__}")
     length = int(corpus.attrs["window_length"])
-    config: Any = model.model.config
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    longest = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
-    if longest and length > longest:
+    longest = longest_window(model)
+    if length > longest:
         raise ValueError(f"length={length}: {model.name} reads at most {longest} tokens")
     embeddings: Any = model.model.get_input_embeddings()  # type: ignore[operator]
     largest = int(corpus.token_id.max())

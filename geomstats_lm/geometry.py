@@ -124,6 +124,27 @@ def geometry(
     return result.compute() if single else result
 
 
+def beside_forced(geometry: xr.Dataset) -> xr.Dataset:
+    """Observed cosines at just those tokens where the forced one exists (error below 1).
+
+    Parameters
+    ----------
+    geometry : xarray.Dataset
+        With cosines and their ``forced_*`` values per token.
+
+    Returns
+    -------
+    xarray.Dataset
+        The same, so that means of the two are over the same tokens.
+    """
+    pairs = {
+        name: geometry[name].where(geometry[f"forced_{name}"].notnull())
+        for name in ("cos_update_tokenwise", "cos_centred")
+        if f"forced_{name}" in geometry
+    }
+    return geometry.assign(pairs)
+
+
 def measure(
     decomposition: xr.Dataset,
     usable: xr.DataArray,

@@ -84,6 +84,10 @@ def load_model(
 
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}: accepted are {', '.join(DTYPES)}")
+    try:
+        torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device={device!r}: accepted are 'cpu', 'cuda', 'cuda:0', …") from None
     if str(device).startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"device={device!r}: no CUDA device is available here")
     tokenizer = load_tokenizer(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
@@ -112,11 +116,7 @@ def load_model(
                 config, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code
             )
     else:
-        with _no_progress_bars():
-            try:
-                model = auto.from_pretrained(source, config=config, dtype=DTYPES[dtype], **where)
-            except (ValueError, OSError) as error:
-                raise UnsupportedModelError(f"{source}: {error}") from None
+        model = _pretrained(auto, source, config, DTYPES[dtype], where)
     name = name or default_name(name_or_path, untrained=untrained)
     attrs = {
         "model_source": str(name_or_path),
@@ -155,12 +155,40 @@ def load_tokenizer(
 
     source, where = _source(name_or_path, revision, trust_remote_code)
     try:
-        return AutoTokenizer.from_pretrained(source, **where)
-    except (OSError, ValueError, KeyError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(source, **where)
+    except Exception as error:  # files of any origin fail in any way
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise FileNotFoundError(
             f"name_or_path: no tokenizer of {source!r} here or on the hub ({first})"
         ) from None
+    if not tokenizer("a b", add_special_tokens=False).input_ids:
+        raise FileNotFoundError(f"name_or_path: {source!r} comes without a tokenizer's vocabulary")
+    return tokenizer
+
+
+def _pretrained(auto: Any, source: str, config: Any, dtype: Any, where: dict[str, Any]) -> Any:
+    """Load weights, all of them: what a checkpoint lacks transformers would fill with noise."""
+    from transformers import AutoModel
+
+    missing: list[str] = []
+    with _no_progress_bars():
+        for kind in (auto, AutoModel):  # a checkpoint of the base model alone has no head
+            try:
+                model, report = kind.from_pretrained(
+                    source, config=config, dtype=dtype, output_loading_info=True, **where
+                )
+            except Exception as error:  # files of any origin fail in any way
+                first = (str(error).splitlines() or [""])[0]
+                raise UnsupportedModelError(
+                    f"{source}: its weights cannot be loaded: {type(error).__name__}: {first}"
+                ) from None
+            if not report["missing_keys"]:
+                return model
+            missing = missing or sorted(report["missing_keys"])
+    raise UnsupportedModelError(
+        f"{source}: the checkpoint lacks {len(missing)} of the weights its config asks for, such "
+        f"as {', '.join(missing[:3])}; they would be random"
+    )
 
 
 def default_name(name_or_path: str | Path, *, untrained: bool = False) -> str:
@@ -300,8 +328,9 @@ def _check_contract(lm: LanguageModel) -> LanguageModel:
     """Prove on one tiny forward that the blocks are a stack that can be read and resumed."""
     who = f"{lm.attrs['architecture']} ({lm.name})"
     ids = torch.randint(
-        0, _vocabulary_of(lm), (2, 9), generator=torch.Generator().manual_seed(0)
-    ).to(lm.device)
+        0, _vocabulary_of(lm), (2, min(9, longest_window(lm))),
+        generator=torch.Generator().manual_seed(0),
+    ).to(lm.device)  # fmt: skip
     seen: list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor, Any]] = []
     inputs: dict[int, torch.Tensor] = {}
 
@@ -331,6 +360,11 @@ def _check_contract(lm: LanguageModel) -> LanguageModel:
             "not each once in turn"
         )
     dim = lm.dim or int(seen[0][2].shape[-1])
+    infinite = [entry[0] + 1 for entry in seen if not torch.isfinite(entry[2]).all()]
+    if infinite:
+        raise UnsupportedModelError(
+            f"{who}: the states after blocks {infinite[:5]} are not finite: are its weights?"
+        )
     for index, given, returned, _, _ in seen:
         for what, state in (("input", given), ("output", returned)):
             if tuple(state.shape) != (*ids.shape, dim):
@@ -377,7 +411,7 @@ def _check_resume(
                 f"{float((again - logits).abs().max()):.3g}: state passes beside the blocks' output"
             )
     # A model may reshape before its head; then all positions are computed and one is taken.
-    rows = torch.tensor([[3], [5]])
+    rows = torch.tensor([[0], [ids.shape[1] - 1]])
     try:
         picked = resume(replace(lm, gathers_rows=True), ids, lm.n_layers, seen[-1][2], rows=rows)
         expected = logits[torch.arange(2), rows[:, 0]][:, None]
@@ -387,6 +421,14 @@ def _check_resume(
     except (RuntimeError, IndexError, ValueError, AttributeError):
         gathers = False
     return replace(lm, gathers_rows=gathers, vocabulary=int(logits.shape[-1]))
+
+
+def longest_window(lm: LanguageModel) -> int:
+    """Tokens the model can read at once, by its config."""
+    config: Any = lm.model.config
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    longest = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+    return int(longest) if longest else 1 << 30
 
 
 def _vocabulary_of(lm: LanguageModel) -> int:

@@ -19,8 +19,7 @@ from geomstats_lm.cube import has_leaf
 from geomstats_lm.declaration import StudyConfig, key_of
 from geomstats_lm.decompose import decompose
 from geomstats_lm.extract import activation_template
-from geomstats_lm.models import load_model
-from geomstats_lm.study import cut_windows
+from geomstats_lm.study import cut_windows, load_section
 
 COLUMNS = ("model", "step", "what", "disk_bytes", "memory_bytes", "seconds", "finished")
 TRIAL_QUERIES = 256
@@ -47,11 +46,7 @@ def plan_study(config: StudyConfig) -> pd.DataFrame:
     rows = []
     for section in config.models:
         cut = cut_windows(config, section)
-        lm = load_model(
-            section.path, name=section.name, device=config.device, dtype=config.dtype,
-            revision=section.revision, trust_remote_code=section.trust_remote_code,
-            untrained=section.untrained, seed=section.seed,
-        )  # fmt: skip
+        lm = load_section(config, section)
         key = key_of(section)
         for step, what, disk, memory, seconds in _steps(config, lm, cut):
             done = config.store.exists() and has_leaf(config.store, key, step)

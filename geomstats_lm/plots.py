@@ -15,6 +15,8 @@ import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from geomstats_lm.geometry import beside_forced
+
 ONE_COLUMN, PANEL = (3.4, 2.6), (3.6, 3.0)
 MODES = {"single": "one position at a time", "all": "all positions at once"}
 
@@ -60,7 +62,9 @@ def layer_profile(geometry: xr.Dataset) -> pd.DataFrame:
         "relative_error", "r2_centred", "cos_update_tokenwise", "forced_cos_update_tokenwise",
         "cos_centred", "forced_cos_centred",
     ]  # fmt: skip
-    means = geometry[names].map(lambda v: v.mean("token") if "token" in v.dims else v)
+    means = beside_forced(geometry[names]).map(
+        lambda v: v.mean("token") if "token" in v.dims else v
+    )
     means = means.drop_vars([c for c in means.coords if c not in means.dims])
     return means.compute().to_dataframe().reset_index()
 

@@ -17,9 +17,15 @@ import xarray as xr
 from geomstats_lm.cube import open_leaf, settings_of, write_leaf
 from geomstats_lm.damage import damage_ratio
 from geomstats_lm.declaration import StudyConfig, key_of
+from geomstats_lm.geometry import beside_forced
 from geomstats_lm.statistics import RankCorrelation, rank_correlation
 
-WIDE = 180  # columns that the whole table takes; narrower, it is printed in two parts
+CONTROL_NAMES = {
+    "exchanged": "another token's residual",
+    "gaussian": "Gaussian noise with the residuals' covariance",
+    "isotropic": "isotropic noise",
+}
+WIDE = 180  # characters that the whole table takes
 MEANS = (
     "relative_error", "cos_update_tokenwise", "forced_cos_update_tokenwise", "cos_centred",
     "forced_cos_centred", "angle_residual_tokenwise", "cos_next_state_tokenwise",
@@ -165,8 +171,10 @@ def main_table(
     n_boot, seed = correlation.settings["n_boot"], correlation.settings["seed"]
     groups = layer_groups(geometry.layer.values)
     made = settings_of(geometry).get("decomposition", {})
-    columns = [*MEANS, "r2_centred", "explained", "n", "n_massive", "n_reference"]
-    layered = geometry[[c for c in columns if c in geometry]]
+    columns = [
+        *MEANS, "r2_centred", "explained", "n", "n_massive", "n_error_above_one", "n_reference",
+    ]  # fmt: skip
+    layered = beside_forced(geometry[[c for c in columns if c in geometry]])
     layered = layered.map(lambda v: v.mean("token") if "token" in v.dims else v).compute()
     present = {v: g for v, g in _patched_groups(groups, perturbation).items() if g}
     pooled = correlation.pool(over="layer", groups=present).tidy()
@@ -184,6 +192,7 @@ def main_table(
                 "layer_group": group,
                 "function_class": str(label),
                 "k": made.get("k"),
+                "control": _first_control(perturbation),
                 **{str(name): float(one[name].values.item()) for name in layered},
             }
             for mode in perturbation.positions.values:
@@ -206,12 +215,18 @@ def _patched_groups(groups: dict[str, list[int]], perturbation: xr.Dataset) -> d
     return {name: [v for v in members if v in there] for name, members in groups.items()}
 
 
+def _first_control(perturbation: xr.Dataset) -> str:
+    """The control of the table: another token's residual where it is among them."""
+    names = perturbation.control.values.tolist()
+    return "exchanged" if "exchanged" in names else str(names[0])
+
+
 def _damage_ratios(
     perturbation: xr.Dataset, groups: dict[str, list[int]], **options: Any
 ) -> dict[tuple[str, str, str], dict[str, float]]:
     """Ratio to the first control by class, way of patching and group: value, low and high."""
-    first = perturbation.control.values[:1]
-    found = damage_ratio(perturbation.sel(control=first), groups=groups, **options).tidy()
+    first = perturbation.sel(control=[_first_control(perturbation)])
+    found = damage_ratio(first, groups=groups, **options).tidy()
     return {
         (row["function_class"], row["positions"], row["layer_group"]): {
             "": row["estimate"], "_low": row["conf_low"], "_high": row["conf_high"],
@@ -255,16 +270,26 @@ def table_notes(table: pd.DataFrame) -> list[str]:
         f"{part['n_clusters'].max():.0f} documents, {part['n_massive'].mean():.1f} massive left out"
         for model, part in table.groupby("model", sort=False)
     )
+    share = (table["n_error_above_one"] / table["n"])[table["function_class"] != "identity"]
+    above, most = (share.mean(), share.max()) if len(share) else (0.0, 0.0)
+    few = table["n_clusters"].min()
     notes = [
         f"k = {table['k'].iloc[0]}; N reference tokens; {tokens}. First and special tokens of "
         "every window are left out.",
         "error: |r| / |D|. cos: update and its tokenwise part; centred: both less the mean "
-        "update. Forced: sqrt(1 - error^2), what the size of the residual gives by itself.",
+        "update. Forced: sqrt(1 - error^2), what the size of the residual gives by itself; both "
+        f"are means over tokens with an error below 1 (above: {above:.0%} of tokens over all "
+        "rows, at most "
+        f"{most:.0%} in one).",
         "Correlations: size of residual and KL of the output over tokens within a layer, with "
-        "cluster-bootstrap intervals over documents. ratio: KL over that of another token's "
-        "residual scaled to the same norm. single: one position patched at a time; all: the "
-        "whole window.",
+        "cluster-bootstrap intervals over documents. ratio: KL over that of "
+        f"{CONTROL_NAMES[table['control'].iloc[0]]} of the same norm. single: one position "
+        "patched at a time; all: the whole window.",
     ]
+    if few < 10:
+        notes.append(
+            f"Only {few:.0f} documents: the intervals are worth little, however narrow they look."
+        )
     untrained = table.loc[table["untrained"], "model"].unique()
     if len(untrained):
         notes.append(f"Untrained (fresh weights): {', '.join(untrained)}.")
@@ -296,9 +321,7 @@ def print_table(table: pd.DataFrame, console: Any = None) -> None:
         if not console.is_terminal:  # a file or a pipe has no width of its own
             console = Console(width=WIDE)
     shown = display_table(table)
-    first = [c for c in shown.columns[1:] if not c.endswith(("single", "all"))]
-    damage = [*first[:2], *(c for c in shown.columns[1:] if c not in first)]
-    blocks = [list(shown.columns[1:])] if console.width >= WIDE else [first, damage]
+    blocks = _blocks_of_columns(shown.iloc[:, 1:], console.width)
     for model, part in shown.groupby("model", sort=False):
         own = table[table["model"] == model].iloc[0]
         untrained = ", untrained" if own["untrained"] else ""
@@ -317,6 +340,18 @@ def print_table(table: pd.DataFrame, console: Any = None) -> None:
             console.print(grid)
     for note in table_notes(table):
         console.print(note, style="dim", markup=False, highlight=False)
+
+
+def _blocks_of_columns(shown: pd.DataFrame, width: int) -> list[list[str]]:
+    """Columns in blocks that fit the width, each led by layers and function class."""
+    size = {str(c): max([len(str(c)), *shown[c].map(len)]) + 4 for c in shown}
+    lead, rest = list(shown.columns[:2]), list(shown.columns[2:])
+    blocks: list[list[str]] = [[*lead]]
+    for name in rest:
+        if len(blocks[-1]) > 2 and sum(size[c] for c in blocks[-1]) + size[name] > width:
+            blocks.append([*lead])
+        blocks[-1].append(name)
+    return blocks
 
 
 def _number(value: float) -> str:

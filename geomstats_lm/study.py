@@ -11,9 +11,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from geomstats_lm.cube import has_leaf
 from geomstats_lm.declaration import ModelSection, StudyConfig, StudyError, key_of, read_study
 
+OUTPUTS = ("table.csv", "table.md", "correlations.csv", "figures")
 STEPS = ("activations", "decomposition", "geometry", "perturbation")
 
 
@@ -53,7 +53,11 @@ def run_study(
         return output
     from geomstats_lm.report import write_report_files
 
+    # all that can be told without running a model is told before anything is written
     cut = {key_of(model): cut_windows(config, model) for model in config.models}
+    if len(config.models) > 1:
+        for model in config.models:
+            _check_model(load_section(config, model), cut[key_of(model)])
     for model in config.models:
         _run_model(config, model, cut[key_of(model)], overwrite, progress)
     write_report_files(config, progress=progress)
@@ -84,6 +88,29 @@ def cut_windows(config: StudyConfig, model: ModelSection) -> Any:
     return cut
 
 
+def load_section(config: StudyConfig, model: ModelSection) -> Any:
+    """The model of one section of a study, loaded."""
+    from geomstats_lm.models import load_model
+
+    return load_model(
+        model.path, name=model.name, device=config.device, dtype=config.dtype,
+        revision=model.revision, trust_remote_code=model.trust_remote_code,
+        untrained=model.untrained, seed=model.seed,
+    )  # fmt: skip
+
+
+def _check_model(loaded: Any, cut: Any) -> None:
+    from geomstats_lm.extract import check_windows
+
+    check_windows(loaded, cut)
+    if not loaded.vocabulary or not loaded.causal:
+        reason = "has no language-model head" if not loaded.vocabulary else "is not causal"
+        raise StudyError(
+            f"models: {loaded.name} {reason}, so its output cannot be perturbed; its states can "
+            "be had with extract, decompose and geometry"
+        )
+
+
 def _run_model(
     config: StudyConfig, model: ModelSection, cut: Any, overwrite: bool, progress: bool
 ) -> None:
@@ -91,15 +118,11 @@ def _run_model(
     from geomstats_lm.decompose import decompose
     from geomstats_lm.extract import extract
     from geomstats_lm.geometry import geometry
-    from geomstats_lm.models import load_model
     from geomstats_lm.perturb import perturb
 
     store, key = config.store, key_of(model)
-    loaded = load_model(
-        model.path, name=model.name, device=config.device, dtype=config.dtype,
-        revision=model.revision, trust_remote_code=model.trust_remote_code,
-        untrained=model.untrained, seed=model.seed,
-    )  # fmt: skip
+    loaded = load_section(config, model)
+    _check_model(loaded, cut)
     how: dict[str, Any] = {"store": store, "overwrite": overwrite, "progress": progress}
     extract(loaded, cut, dtype=config.extract.dtype, batch_size=config.extract.batch_size, **how)
     node = open_node(store, key)
@@ -124,8 +147,15 @@ def is_finished(config: StudyConfig) -> bool:
         return False
     if before != json.loads(json.dumps(_fingerprint(config))):
         return False
-    there = all(has_leaf(config.store, key_of(m), step) for m in config.models for step in STEPS)
-    return there and (output / "table.csv").exists() and (output / "table.md").exists()
+    from geomstats_lm.cube import IncompleteError, open_leaf
+
+    try:
+        for model in config.models:
+            for step in STEPS:
+                open_leaf(config.store, key_of(model), step)
+    except (FileNotFoundError, IncompleteError):
+        return False  # lost since: the steps say of what
+    return all((output / name).exists() for name in OUTPUTS)
 
 
 def _fingerprint(config: StudyConfig) -> dict[str, Any]:
