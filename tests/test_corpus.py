@@ -127,3 +127,28 @@ def test_too_little_text_says_what_there_is() -> None:
         windows(read_corpus(["x" * 100]), tokenizer, length=16)
     with pytest.raises(ValueError, match="length=1"):
         windows(read_corpus(STORIES), tokenizer, length=1)
+
+
+def test_groups_in_a_separator_are_no_documents() -> None:
+    text = ["one\n***\ntwo\n---\nthree"]
+    assert read_corpus(text, separator=r"(\*\*\*|---)")["text"].tolist() == ["one", "two", "three"]
+    with pytest.raises(ValueError, match="separator=''"):
+        read_corpus(["a", "b"], separator="")
+
+
+def test_byte_order_marks_line_ends_and_unicode_separators(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    inside = "one\u2028line\u0085still"
+    lines = [json.dumps({"text": t}, ensure_ascii=False) for t in (inside, "two")]
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
+    assert read_corpus(path)["text"].tolist() == [inside, "two"]
+    assert read_corpus([_file(tmp_path, b"a\rb"), path])["text"][0] == "a\nb"
+
+
+def test_copies_warn_and_a_single_mapping_is_refused() -> None:
+    with pytest.warns(UserWarning, match="1 of 3 documents are copies"):
+        read_corpus(["same", "same", "other"])
+    with pytest.raises(TypeError, match="a single mapping"):
+        read_corpus({"text": "a"})
+    with pytest.raises(ValueError, match="text 1 holds half a surrogate pair"):
+        read_corpus(["fine", "\ud83d"])

@@ -164,3 +164,33 @@ def _hooked(lm, ids, layer, state):
             return lm.model(input_ids=ids).logits
     finally:
         handle.remove()
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path: Path) -> None:
+    """transformers would draw the missing ones at random, and the study would look real."""
+    import json
+
+    from tests.text_samples import character_tokenizer
+
+    tiny_gpt2(vocab_size=128).model.save_pretrained(tmp_path)
+    character_tokenizer().save_pretrained(tmp_path)
+    assert load_model(tmp_path).n_layers == 4
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "n_layer": 5}))
+    with pytest.raises(UnsupportedModelError, match=r"lacks \d+ of the weights.*h\.4\."):
+        load_model(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(UnsupportedModelError, match="weights cannot be loaded"):
+        load_model(tmp_path)
+
+
+def test_weights_that_are_not_finite_are_named() -> None:
+    broken = tiny_gpt2().model
+    broken.transformer.h[1].mlp.c_fc.weight.data[0, 0] = float("nan")
+    with pytest.raises(UnsupportedModelError, match=r"after blocks \[2, 3, 4\] are not finite"):
+        as_language_model(broken)
+
+
+def test_short_contexts_are_checked_within_themselves() -> None:
+    assert tiny_gpt2(n_positions=4).n_layers == 4

@@ -114,9 +114,33 @@ def test_second_run_does_nothing_and_a_changed_study_is_refused(made: Path) -> N
         run_study(changed, progress=False)
 
 
+def test_a_model_that_cannot_be_perturbed_stops_the_study_before_it_writes(made: Path) -> None:
+    from tests.model_samples import tiny_gpt2
+
+    folder = made / "headless"
+    tiny_gpt2(head=False, vocab_size=VOCABULARY, n_positions=8).model.save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+    study = declare(made, "short_context.toml", output='"never"', models='["tiny", "headless"]')
+    with pytest.raises(ValueError, match="length=16: headless reads at most 8 tokens"):
+        run_study(study, progress=False)
+    assert not (made / "never").exists()
+
+
+def test_forced_and_observed_are_means_over_the_same_tokens(made: Path) -> None:
+    table = pd.read_csv(made / "out" / "table.csv")
+    geometry = open_study(made / "out" / "study.zarr")["tiny/geometry"].to_dataset()
+    one = geometry.sel(function_class="mean", layer=1).isel(model=0)
+    below = (one.relative_error < 1).values
+    assert 0 < below.sum() < one.n  # some tokens have no forced value
+    row = table[(table.model == "tiny") & (table.function_class == "mean")].iloc[0]
+    observed = one.cos_update_tokenwise.values[below].mean()
+    assert row["cos_update_tokenwise"] == pytest.approx(observed, rel=1e-5)
+    assert row["n_error_above_one"] == int(one.n) - below.sum()
+
+
 def test_lost_table_is_made_again_from_the_store(made: Path) -> None:
     shutil.copytree(made / "out", made / "copy")
-    (made / "copy" / "table.csv").unlink()
+    shutil.rmtree(made / "copy" / "figures")
     study = declare(made, "copy.toml", output='"copy"')
     run_study(study, progress=False)
     a, b = (pd.read_csv(made / place / "table.csv") for place in ("out", "copy"))
@@ -139,6 +163,15 @@ def test_lost_table_is_made_again_from_the_store(made: Path) -> None:
         ({"perturb": '{function_class = ["linear"]}'}, "not among decompose.classes"),
         ({"perturb": '{positions = ["some"]}'}, "perturb.positions"),
         ({"output": "3"}, "output: .*string"),
+        ({"models": "3"}, "models: accepted are a name or path"),
+        ({"models": '[{path = "tiny", name = "statistics"}]'}, "models: .*'statistics'"),
+        ({"perturb": '{positions = ["all", "all"]}'}, "perturb.positions: .*each once"),
+        ({"perturb": "{controls = []}"}, "perturb.controls: at least one"),
+        ({"perturb": "{seed = -1}"}, "perturb.seed: .*greater than or equal to 0"),
+        ({"decompose": "{ridge = nan}"}, "decompose.ridge: a ridge is finite"),
+        ({"separator": '"("'}, "separator: no regular expression"),
+        ({"device": '"foo"'}, "device"),
+        ({"output": '"text.jsonl"'}, "output: text.jsonl is a file"),
     ],
 )
 def test_wrong_declarations_are_one_line_exit_two_and_write_nothing(made, changes, match) -> None:
