@@ -122,6 +122,7 @@ def load_model(
         "model_source": str(name_or_path),
         "revision": revision or getattr(config, "_commit_hash", None) or "",
         "untrained": int(untrained),
+        "dequantized": int(Path(name_or_path).suffix == ".gguf"),
     }
     return as_language_model(model.to(device), tokenizer, name=name, attrs=attrs)
 

@@ -189,6 +189,7 @@ def main_table(
                 "model": str(geometry.model.values[0]),
                 "architecture": geometry.attrs.get("architecture", ""),
                 "untrained": bool(geometry.attrs.get("untrained", 0)),
+                "dequantized": bool(geometry.attrs.get("dequantized", 0)),
                 "layer_group": group,
                 "function_class": str(label),
                 "k": made.get("k"),
@@ -293,6 +294,9 @@ def table_notes(table: pd.DataFrame) -> list[str]:
     untrained = table.loc[table["untrained"], "model"].unique()
     if len(untrained):
         notes.append(f"Untrained (fresh weights): {', '.join(untrained)}.")
+    quantized = table.loc[table["dequantized"], "model"].unique()
+    if len(quantized):
+        notes.append(f"Weights dequantized from a GGUF file: {', '.join(quantized)}.")
     return notes
 
 
