@@ -429,7 +429,8 @@ def longest_window(lm: LanguageModel) -> int:
     config: Any = lm.model.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     longest = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
-    return int(longest) if longest else 1 << 30
+    # no entry, or -1 as XLNet writes it: no limit
+    return int(longest) if longest and longest > 0 else 1 << 30
 
 
 def _vocabulary_of(lm: LanguageModel) -> int:
