@@ -19,7 +19,7 @@ from geomstats_lm.cube import has_leaf
 from geomstats_lm.declaration import StudyConfig, key_of
 from geomstats_lm.decompose import decompose
 from geomstats_lm.extract import activation_template
-from geomstats_lm.study import cut_windows, load_section
+from geomstats_lm.study import cut_windows, load_section, read_text
 
 COLUMNS = ("model", "step", "what", "disk_bytes", "memory_bytes", "seconds", "finished")
 TRIAL_QUERIES = 256
@@ -43,9 +43,9 @@ def plan_study(config: StudyConfig) -> pd.DataFrame:
     ValueError, FileNotFoundError
         As :func:`run_study` would.
     """
-    rows = []
+    rows, corpus = [], read_text(config)
     for section in config.models:
-        cut = cut_windows(config, section)
+        cut = cut_windows(config, section, corpus)
         lm = load_section(config, section)
         key = key_of(section)
         for step, what, disk, memory, seconds in _steps(config, lm, cut):

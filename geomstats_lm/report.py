@@ -57,9 +57,7 @@ def write_report_files(config: StudyConfig, *, progress: bool = True) -> pd.Data
         key = key_of(model)
         geometry = open_leaf(config.store, key, "geometry")
         perturbation = open_leaf(config.store, key, "perturbation")
-        correlation = correlate(
-            geometry, perturbation, **config.correlate.model_dump(), progress=False
-        )
+        correlation = correlate(geometry, perturbation, **config.correlate.model_dump())
         correlations.append(correlation.tidy())
         tables.append(main_table(geometry, perturbation, correlation))
     table = pd.concat(tables, ignore_index=True)
@@ -85,8 +83,6 @@ def correlate(
     geometry: xr.Dataset,
     perturbation: xr.Dataset,
     formula: str = "kl ~ residual_norm",
-    *,
-    progress: bool = True,
     **options: Any,
 ) -> RankCorrelation:
     """Correlate size of residual and output damage over tokens, layer by layer.
@@ -97,8 +93,6 @@ def correlate(
         Leaves of one model.
     formula : str
         Any variables of the two.
-    progress : bool
-        Unused; correlations of one model take seconds.
     **options
         Passed to :func:`geomstats_lm.rank_correlation`.
 

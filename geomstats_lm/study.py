@@ -54,7 +54,8 @@ def run_study(
     from geomstats_lm.report import write_report_files
 
     # all that can be told without running a model is told before anything is written
-    cut = {key_of(model): cut_windows(config, model) for model in config.models}
+    corpus = read_text(config)
+    cut = {key_of(model): cut_windows(config, model, corpus) for model in config.models}
     if len(config.models) > 1:
         for model in config.models:
             _check_model(load_section(config, model), cut[key_of(model)])
@@ -65,12 +66,18 @@ def run_study(
     return output
 
 
-def cut_windows(config: StudyConfig, model: ModelSection) -> Any:
+def read_text(config: StudyConfig) -> Any:
+    """The documents of a study, read once for all its models."""
+    from geomstats_lm.corpus import read_corpus
+
+    return read_corpus([Path(p) for p in config.corpus], separator=config.separator)
+
+
+def cut_windows(config: StudyConfig, model: ModelSection, corpus: Any) -> Any:
     """Windows of one model of a study, checked to hold enough reference tokens for ``k``."""
-    from geomstats_lm.corpus import read_corpus, windows
+    from geomstats_lm.corpus import windows
     from geomstats_lm.models import load_tokenizer
 
-    corpus = read_corpus([Path(p) for p in config.corpus], separator=config.separator)
     tokenizer = load_tokenizer(
         model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
     )
