@@ -167,7 +167,18 @@ def perturb(
         str | None, typer.Option(help="Layers such as 1,4,6; all by default.")
     ] = None,
     positions: Annotated[str, typer.Option(help="all, single or both.")] = "all,single",
-    n_single: Annotated[int, typer.Option(help="Single positions per window.")] = 8,
+    n_single: Annotated[
+        int, typer.Option(min=0, help="Single positions per window; 0 for every one.")
+    ] = 8,
+    factors: Annotated[
+        str | None, typer.Option(help="Shares of the residual to take off, such as 0.5,1.")
+    ] = None,
+    measures: Annotated[
+        str | None, typer.Option(help="Measures of the output, such as kl,js.")
+    ] = None,
+    part: Annotated[
+        str | None, typer.Option(help="i/n: do the i-th of n parts, one per process or machine.")
+    ] = None,
     controls: Annotated[str, typer.Option(help="exchanged, gaussian, isotropic.")] = "exchanged",
     draws: Annotated[int, typer.Option(help="Draws of each control.")] = 1,
     seed: int = 0,
@@ -185,17 +196,16 @@ def perturb(
     from geomstats_lm import load_model
     from geomstats_lm import perturb as verb
 
-    try:
-        chosen = [int(v) for v in layers.split(",")] if layers is not None else None
-    except ValueError:
-        raise ValueError(f"--layers {layers!r}: accepted are numbers such as 1,4,6") from None
+    chosen = _numbers("--layers", layers, int)
+    doses = _numbers("--factors", factors, float)
     loaded = load_model(model, name=name, device=device, untrained=untrained, seed=seed)
     for key, node in _nodes(store, [loaded.key]):
         leaf = verb(
             loaded, node, function_class=[c.strip() for c in function_class.split(";")],
-            layers=chosen, positions=[p.strip() for p in positions.split(",")],
-            n_single=n_single, controls=[c.strip() for c in controls.split(",")], draws=draws,
-            seed=seed, batch_size=batch_size, store=store, overwrite=overwrite,
+            layers=chosen, positions=_words(positions), n_single=n_single or None,
+            factors=doses, measures=None if measures is None else _words(measures),
+            controls=_words(controls), draws=draws, part=_part(part), seed=seed,
+            batch_size=batch_size, store=store, overwrite=overwrite,
             progress=not quiet,
         )  # fmt: skip
         _say(store, key, "perturbation", leaf)
@@ -299,6 +309,28 @@ def _nodes(store: Path, keys: list[str] | None) -> list[tuple[str, Any]]:
     if unknown or not known:
         raise ValueError(f"{store}: no model {', '.join(unknown)} in it; there are {known}")
     return [(key, open_node(store, key)) for key in keys or known]
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",")]
+
+
+def _numbers(option: str, text: str | None, kind: type) -> list[Any] | None:
+    try:
+        return None if text is None else [kind(word) for word in text.split(",")]
+    except ValueError:
+        example = "1,4,6" if kind is int else "0.5,1"
+        raise ValueError(f"{option} {text!r}: accepted are numbers such as {example}") from None
+
+
+def _part(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    try:
+        i, n = (int(word) for word in text.split("/"))
+    except ValueError:
+        raise ValueError(f"--part {text!r}: accepted is i/n, such as 2/4") from None
+    return i, n
 
 
 def _say(store: Path, key: str, leaf: str, dataset: Any) -> None:

@@ -17,8 +17,7 @@ import xarray as xr
 from scipy import stats
 
 from geomstats_lm import subspaces
-from geomstats_lm.cube import ordered
-from geomstats_lm.geometry import decomposition_of, usable_tokens
+from geomstats_lm.geometry import decomposition_of, labelled_like, usable_tokens
 from geomstats_lm.geometry_measures import cosine, norm
 from geomstats_lm.geometry_summary import cluster_means
 from geomstats_lm.statistics.resampling import bootstrap_interval, draw_counts
@@ -107,11 +106,7 @@ def context(
     result["context_of_update"] = sums[0] / sums[1].where(sums[1] > 0)
     result["usable"] = usable
     result = result.assign(_overlaps(lazy, oracle, usable, m))
-    result = result.map(lambda v: v.transpose(*ordered(v.dims)))
-    for name, text in MEASURES.items():
-        result[name].attrs = {"long_name": text}
-    labels = {n: c for n, c in decomposition.coords.items() if n not in result.coords}
-    result = result.assign_coords(labels)
+    result = labelled_like(decomposition, result, MEASURES)
     return result.compute() if single else result
 
 

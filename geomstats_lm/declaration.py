@@ -95,15 +95,23 @@ class PerturbSection(_Section):
     """Which approximations replace layers, where, and beside which controls."""
 
     function_class: tuple[str, ...] | None = None
+    layers: tuple[int, ...] | None = pydantic.Field(None, min_length=1)
     positions: tuple[Literal["all", "single"], ...] = ("all", "single")
-    n_single: int = pydantic.Field(8, ge=1)
+    n_single: int | None = pydantic.Field(8, ge=1)  # "all" in the file, None for the verb
     controls: tuple[Literal["exchanged", "gaussian", "isotropic"], ...] = ("exchanged",)
     draws: int = pydantic.Field(1, ge=1)
     seed: int = pydantic.Field(0, ge=0)
 
-    @pydantic.field_validator("positions", "controls")
+    @pydantic.field_validator("n_single", mode="before")
     @classmethod
-    def _different(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _every_position(cls, value: Any) -> Any:
+        return None if value == "all" else value
+
+    @pydantic.field_validator("positions", "controls", "layers")
+    @classmethod
+    def _different(cls, value: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
+        if value is None:
+            return None
         if not value or len(set(value)) < len(value):
             raise ValueError("at least one, and each once")
         return value

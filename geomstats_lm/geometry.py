@@ -7,6 +7,7 @@ forces by itself: with ``e = |r| / |D|`` and a right angle between r and t,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -383,6 +384,17 @@ def decomposition_of(data: xr.DataTree | xr.Dataset) -> xr.Dataset:
     if missing:
         raise ValueError(f"data: variables {missing} are missing; there are {list(data)}")
     return data
+
+
+def labelled_like(
+    decomposition: xr.Dataset, measured: xr.Dataset, long_names: Mapping[str, str]
+) -> xr.Dataset:
+    """Measures with their dims in order, their names in words and all coords of the tokens."""
+    measured = measured.map(lambda v: v.transpose(*ordered(v.dims)))
+    for name, text in long_names.items():
+        measured[name].attrs = {"long_name": text}
+    labels = {n: c for n, c in decomposition.coords.items() if n not in measured.coords}
+    return measured.assign_coords(labels)
 
 
 def _reference(data: xr.Dataset, name: str, default: float) -> xr.DataArray:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import numpy as np
 import xarray as xr
 
-from geomstats_lm.cube import ordered
-from geomstats_lm.geometry import decomposition_of, usable_tokens
+from geomstats_lm.geometry import decomposition_of, labelled_like, usable_tokens
 from geomstats_lm.geometry_measures import cosine, norm
 from geomstats_lm.parts import LONG_NAMES
 
@@ -101,11 +100,7 @@ def parts_geometry(
         energy = (parts[name].astype(float) ** 2).sum("dim").where(usable).sum("token")
         result[f"energy_{name}"] = energy / total.where(total > 0)
     result["usable"] = usable
-    result = result.map(lambda v: v.transpose(*ordered(v.dims)))
-    for name, text in PART_MEASURES.items():
-        result[name].attrs = {"long_name": text}
-    labels = {n: c for n, c in decomposition.coords.items() if n not in result.coords}
-    result = result.assign_coords(labels)
+    result = labelled_like(decomposition, result, PART_MEASURES)
     return result.compute() if single else result
 
 

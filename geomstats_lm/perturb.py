@@ -175,10 +175,7 @@ def perturb(
             f"model: the parameters of {model.name} are not those the activations were extracted "
             "with (another checkpoint, or another dtype?)"
         )
-    chosen = [int(v) for v in (parts.layer.values if layers is None else layers)]
-    unknown = sorted(set(chosen) - {int(v) for v in parts.layer.values})
-    if unknown or not chosen:
-        raise ValueError(f"layers={layers}: accepted are {parts.layer.values.tolist()}")
+    chosen = _layers_of(parts, layers)
     parts = parts.sel(layer=chosen)
     key = str(parts.model.values[0])
     length = _window_length(parts)
@@ -295,6 +292,19 @@ def _tokenwise_parts(data: xr.DataTree | xr.Dataset, classes: list[str]) -> xr.D
     parts = parts.map(lambda v: v.transpose(*ordered(v.dims)), keep_attrs=True)
     # Small parts are kept, so that a lazy decomposition is computed once and not once a batch.
     return parts.load() if parts.nbytes <= KEEP_BYTES else parts
+
+
+def _layers_of(parts: xr.Dataset, layers: Sequence[int] | None) -> list[int]:
+    known = [int(v) for v in parts.layer.values]
+    if layers is None:
+        return known
+    try:
+        chosen = [int(v) for v in layers]
+    except (TypeError, ValueError):
+        chosen = []
+    if not chosen or set(chosen) - set(known) or len(set(chosen)) < len(chosen):
+        raise ValueError(f"layers={layers!r}: accepted is a sequence of {known}, each once")
+    return chosen
 
 
 def _window_length(parts: xr.Dataset) -> int:

@@ -94,15 +94,16 @@ def _steps(
     batch_logits = config.extract.batch_size * length * lm.vocabulary * 4
     per_vector = n_evaluation * layers * dim * 4
     # half of the blocks are skipped on average; a divergence costs about as much as the head
-    window_tokens = n_evaluation * 0.6 * layers * len(patched)
+    n_layers = len(config.perturb.layers or range(layers))
+    window_tokens = n_evaluation * 0.6 * n_layers * len(patched)
     tokens = 0.0
     if "all" in config.perturb.positions:
         tokens += window_tokens * variants
     if "single" in config.perturb.positions:
-        share = config.perturb.n_single * variants
+        share = (config.perturb.n_single or length) * variants
         tokens += window_tokens * ((length + share) / length if appends else share * 0.6)
     scalars = n_evaluation * layers * (14 * len(classes) + 6) * 4
-    output = n_evaluation * layers * len(patched) * len(config.perturb.positions)
+    output = n_evaluation * n_layers * len(patched) * len(config.perturb.positions)
     return [
         ("activations", f"{layers + 1} layers x {n} tokens x {dim}",
          (layers + 1) * n * dim * width, parameters + batch_logits + (layers + 1) * run * dim * 4,
@@ -113,7 +114,7 @@ def _steps(
          _trial_decompose(config, n_reference, dim) * n_evaluation * layers),
         ("geometry", "norms, cosines, angles and their forced values", scalars,
          run * dim * 8 * (3 + len(classes)) * 2, per_vector * len(classes) * 4e-9),
-        ("perturbation", f"{len(patched)} classes x {layers} layers, {variants} variants",
+        ("perturbation", f"{len(patched)} classes x {n_layers} layers, {variants} variants",
          output * 8 * (3 + variants),
          parameters + 4 * batch_logits + min(per_vector * len(patched), 1 << 30),
          tokens * forward),

@@ -221,7 +221,9 @@ def test_bad_arguments_are_named(gpt2) -> None:
     lm, parts = gpt2
     cases = [
         ({"function_class": "spline"}, r"function_class=\['spline'\]: the decomposition holds"),
-        ({"layers": [9]}, r"layers=\[9\]: accepted are \[1, 2, 3, 4\]"),
+        ({"layers": [9]}, r"layers=\[9\]: accepted is a sequence of \[1, 2, 3, 4\], each once"),
+        ({"layers": [2, 2]}, r"layers=\[2, 2\]: accepted is a sequence of"),
+        ({"layers": 2}, r"layers=2: accepted is a sequence of"),
         ({"positions": ["some"]}, "positions="),
         ({"positions": "all"}, "positions='all'"),
         ({"controls": ["noise"]}, "controls="),

@@ -166,6 +166,9 @@ def test_lost_table_is_made_again_from_the_store(made: Path) -> None:
         ({"models": "3"}, "models: accepted are a name or path"),
         ({"models": '[{path = "tiny", name = "statistics"}]'}, "models: .*'statistics'"),
         ({"perturb": '{positions = ["all", "all"]}'}, "perturb.positions: .*each once"),
+        ({"perturb": "{layers = [2, 2]}"}, "perturb.layers: .*each once"),
+        ({"perturb": "{layers = []}"}, "perturb.layers"),
+        ({"perturb": '{n_single = "some"}'}, "perturb.n_single"),
         ({"perturb": "{controls = []}"}, "perturb.controls: at least one"),
         ({"perturb": "{seed = -1}"}, "perturb.seed: .*greater than or equal to 0"),
         ({"decompose": "{ridge = nan}"}, "decompose.ridge: a ridge is finite"),
@@ -204,6 +207,12 @@ def test_five_lines_are_a_study(made: Path) -> None:
     assert config.models[0].path == str(made / "tiny")
 
 
+def test_a_study_may_patch_some_layers_and_every_position(made: Path) -> None:
+    config = read_study(declare(made, "some.toml", perturb='{layers = [2], n_single = "all"}'))
+    assert config.perturb.layers == (2,)
+    assert config.perturb.n_single is None  # what the verb calls every position
+
+
 def test_dry_run_says_what_and_writes_nothing(made: Path) -> None:
     study = declare(made, "dry.toml", output='"never"')
     result = CliRunner().invoke(app, ["run", str(study), "--dry-run"])
@@ -232,6 +241,13 @@ def test_verbs_as_commands_do_what_the_study_does(made: Path) -> None:
     assert "Spearman correlation of kl ~ relative_error" in shown
     frame = pd.read_csv(out)
     assert len(frame) == 2 * 2 * 2  # classes x positions x layers
+    words = ["perturb", str(made / "tiny"), "--layers", "2", "--positions", "all"]
+    call(*words, "--factors", "0.5,1", "--measures", "kl,js", "--overwrite", "-q")
+    dose = open_study(store)["tiny"]["perturbation"].to_dataset()
+    assert dose.factor.values.tolist() == [0.5, 1] and "js" in dose
+    for option, given in (("--factors", "half"), ("--part", "2"), ("--layers", "a")):
+        wrong = runner.invoke(app, [*words, option, given, "--store", str(store)])
+        assert wrong.exit_code != 0 and option in str(wrong.exception)
     wrong = runner.invoke(app, ["geometry", "--store", str(store), "--model", "none"])
     assert wrong.exit_code != 0 and "no model none" in str(wrong.exception)
 
