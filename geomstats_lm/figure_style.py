@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 ONE_COLUMN, TWO_COLUMNS = 3.4, 7.0  # inches
 HEIGHT = 2.6
 MODES = {"single": "one position at a time", "all": "all positions at once"}
-NULL = {"color": "0.55", "lw": 1.0, "ls": (0, (1, 1)), "zorder": 1}
+NULL: dict[str, Any] = {"color": "0.55", "lw": 1.0, "ls": (0, (1, 1)), "zorder": 1}
 MARKERS = "osD^vPX*<>"
 LINES = ("-", "--", "-.", ":")
 LABELS = {
@@ -172,13 +172,13 @@ def over_panels(
     figure = Figure(figsize=(width, height * len(down_levels)), layout="constrained")
     with sns.axes_style("ticks"):
         grid = figure.subplots(len(down_levels), len(across_levels), squeeze=False)
-    for i, levels in enumerate(down_levels):
+    for i, values in enumerate(down_levels):
         part = frame
-        for column, value in zip(down, levels):
+        for column, value in zip(down, values):
             part = part[part[column] == value]
         for j, level in enumerate(across_levels):
             _panel(grid[i, j], part[part[across] == level], draw,
-                   {across: level, **dict(zip(down, levels))})  # fmt: skip
+                   {across: level, **dict(zip(down, values))})  # fmt: skip
     return figure
 
 
@@ -219,7 +219,7 @@ def _title(ax: Axes, levels: dict[str, Any]) -> None:
     ax.set_title("\n".join([", ".join(names[:2]), *names[2:]]), fontsize=9)
 
 
-def styles(levels: Sequence[Any]) -> dict[Any, dict[str, Any]]:
+def styles(levels: Any) -> dict[Any, dict[str, Any]]:
     """Colour, marker and line of every level, told apart in colour and in grey."""
     names = list(dict.fromkeys(levels))
     colours = sns.color_palette("colorblind", max(len(names), 1))

@@ -157,7 +157,8 @@ def _correlation_text(correlation: Any, part: pd.DataFrame, x: str, y: str) -> s
     for column in ("model", "function_class", "positions", "layer"):
         if column in part and column in frame:
             here = set(part[column])
-            frame = frame[frame[column].isin(here)] if len(here) == 1 else frame.iloc[:0]
+            kept = frame[column].isin(here) & (len(here) == 1)
+            frame = frame[kept]
     if len(frame) != 1 or not np.isfinite(frame["estimate"].iloc[0]):
         return ""
     row = frame.iloc[0]
