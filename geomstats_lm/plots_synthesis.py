@@ -18,6 +18,7 @@ from geomstats_lm.figure_style import (
     MODES,
     NULL,
     TWO_COLUMNS,
+    legend,
     name_axes,
     new_axes,
     over_panels,
@@ -178,10 +179,7 @@ def plot_funnel(meta: Any, ax: Axes | None = None) -> Axes | Figure:
         z = meta.settings["transform"] == "fisher_z"
         name_axes(ax, "correlation (Fisher's z)" if z else "estimate", "standard error")
         if len(looks) <= 8:
-            handles, labels = ax.get_legend_handles_labels()
-            found = dict(zip(labels, handles))
-            ax.legend(found.values(), found.keys(), fontsize=8, frameon=False, ncols=2,
-                      loc="upper center", bbox_to_anchor=(0.5, -0.2))  # fmt: skip
+            legend(ax)
 
     return over_panels(studies, ["group"], ax, draw)
 
