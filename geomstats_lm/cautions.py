@@ -71,13 +71,9 @@ def _clusters(model: ModelFindings) -> list[str]:
 
 def _fits(model: ModelFindings) -> list[str]:
     found = []
-    leaf = model.leaves.get("decomposition", model.leaves.get("geometry"))
-    if leaf is not None and "converged" in leaf:
-        bad = ~leaf["converged"].isel(model=0).astype(bool)
-        bad = bad.any([d for d in bad.dims if d != "function_class"])
-        labels = [str(v) for v in leaf.function_class.values[bad.values]]
-        if labels:
-            found.append(f"{model.key}: fits of {', '.join(labels)} did not converge everywhere.")
+    if model.unconverged:
+        labels = ", ".join(model.unconverged)
+        found.append(f"{model.key}: fits of {labels} did not converge everywhere.")
     if model.correlation is not None:
         table = model.correlation.tidy()
         undefined = table[~table["converged"].astype(bool) & (table["reason"] != "")]

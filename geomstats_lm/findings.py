@@ -16,16 +16,19 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from geomstats_lm.cube import IncompleteError, list_leaves, open_leaf
+from geomstats_lm.cube import IncompleteError, has_leaf, list_leaves, open_leaf
 from geomstats_lm.damage import damage_ratio
 from geomstats_lm.geometry_summary import geometry_summary
 from geomstats_lm.main_table import first_control, main_table
 from geomstats_lm.merging import correlate
 from geomstats_lm.statistics import RankCorrelation, meta_analysis
+from geomstats_lm.storage import open_group
 from geomstats_lm.tokenwise_share import tokenwise_share
 
 BASELINES = ("identity", "mean", "token_mean", "local_mean")
 JUDGED = ("angle_residual_tokenwise", "cos_update_tokenwise", "energy_residual")
+HEAVY = ("activations", "parts", "decomposition", "subspace")
+SMALL = 1 << 30  # bytes of a leaf that is held in memory
 MOST_SUMMARY_BOOT = 999  # of bootstrap-t intervals, each resample of which is itself costly
 
 
@@ -36,6 +39,7 @@ class ModelFindings:
     key: str
     leaves: dict[str, xr.Dataset]
     incomplete: list[str] = field(default_factory=list)
+    unconverged: list[str] = field(default_factory=list)
     table: pd.DataFrame | None = None
     share: pd.DataFrame | None = None
     pooled_share: pd.DataFrame | None = None
@@ -131,16 +135,32 @@ def find(
     return findings
 
 
-def _open(store: str | Path, key: str) -> tuple[dict[str, xr.Dataset], list[str]]:
+def _open(store: str | Path, key: str) -> tuple[dict[str, xr.Dataset], list[str], list[str]]:
+    """A model's leaves that questions are put to, those unfinished, and fits not converged.
+
+    States and decompositions are large and slow to open; of them nothing is needed but what made
+    them, which geometry and perturbation repeat, and whether fits converged.
+    """
+    names = [path.split("/", 1)[1] for path in list_leaves(store) if path.split("/")[0] == key]
+    asked = [name for name in names if name not in HEAVY]
     leaves, incomplete = {}, []
-    for path in list_leaves(store):
-        owner, leaf = path.split("/", 1)
-        if owner == key:
-            try:
-                leaves[leaf] = open_leaf(store, key, leaf)
-            except IncompleteError:
-                incomplete.append(leaf)
-    return leaves, incomplete
+    for name in asked or names:
+        try:
+            leaf = open_leaf(store, key, name)
+        except IncompleteError:
+            incomplete.append(name)
+            continue
+        # every statistic reads these again, so that what fits in memory is read once
+        leaves[name] = leaf.compute() if name not in HEAVY and leaf.nbytes < SMALL else leaf
+    unconverged = []
+    if "decomposition" in names and has_leaf(store, key, "decomposition"):
+        group = open_group(store, f"{key}/decomposition")
+        if "converged" in group:
+            converged = np.asarray(group["converged"][...], dtype=bool)[0]
+            labels = np.asarray(group["function_class"][...]).tolist()
+            whole = converged.reshape(len(labels), -1).all(axis=1)
+            unconverged = [str(n) for n, good in zip(labels, whole) if not good]
+    return leaves, incomplete, unconverged
 
 
 def spans(layers: Any) -> dict[str, list[int]]:

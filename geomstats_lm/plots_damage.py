@@ -109,7 +109,7 @@ def plot_error_damage(
                 log_axis(axis, part[name])
         if len(part) > MANY:
             ax.hexbin(
-                part[x], part[y], gridsize=32, bins="log", mincnt=1, cmap="Greys", lw=0,
+                part[x], part[y], gridsize=32, bins="log", mincnt=1, cmap="cividis", lw=0,
                 xscale="log" if logs[0] else "linear", yscale="log" if logs[1] else "linear",
             )  # fmt: skip
         else:
@@ -118,8 +118,8 @@ def plot_error_damage(
                 rasterized=True,
             )  # fmt: skip
         looks = styles(["residual", "control"])
-        looks["control"] |= {"color": "#d55e00"}
-        looks["residual"] |= {"color": "#000000"}
+        looks["residual"] |= {"color": "#d55e00"}  # both stand out on dots and on a density
+        looks["control"] |= {"color": "#cc79a7"}
         _trend(ax, part, x, y, "median, residual", looks["residual"])
         if control is not None:
             _trend(ax, part, x, f"{y}_control", f"median, {control}", looks["control"])
