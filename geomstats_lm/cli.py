@@ -46,7 +46,7 @@ def run(
     Example: [bold]geomstats-lm run analyses/quickstart.toml[/bold]
     """
     from geomstats_lm.declaration import read_study
-    from geomstats_lm.study import is_finished, run_study
+    from geomstats_lm.study import OUTPUTS, is_finished, run_study
 
     config = read_study(study)
     if dry_run:
@@ -62,9 +62,8 @@ def run(
     from geomstats_lm.report import print_table
 
     print_table(pd.read_csv(output / "table.csv"))
-    typer.echo(
-        f"Written to {output}: study.zarr, table.csv, table.md, correlations.csv, figures/, report/"
-    )
+    names = ", ".join(("study.zarr", *OUTPUTS))
+    typer.echo(f"Written to {output}: {names}")
 
 
 @app.command()

@@ -13,6 +13,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Polygon
+from matplotlib.ticker import MaxNLocator
 
 from geomstats_lm.figure_style import (
     MODES,
@@ -75,6 +76,7 @@ def plot_forest(meta: Any, ax: Axes | None = None) -> Axes:
     for tick, (kind, _, _) in zip(ax.get_yticklabels(), entries):
         tick.set_fontweight("normal" if kind == "study" else "bold")
     ax.axvline(0, **NULL)
+    ax.xaxis.set_major_locator(MaxNLocator(6))
     ax.spines["left"].set_visible(False)
     ax.tick_params(axis="y", length=0)
     return ax

@@ -10,14 +10,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import xarray as xr
 
 from geomstats_lm.cautions import cautions
-from geomstats_lm.cube import list_leaves, settings_of, write_leaf
+from geomstats_lm.cube import list_leaves, write_leaf
 from geomstats_lm.declaration import StudyConfig, key_of
-from geomstats_lm.findings import Findings, ModelFindings, find
+from geomstats_lm.findings import Findings, find
 from geomstats_lm.main_table import (
     display_table,
     layer_groups,
@@ -27,15 +26,9 @@ from geomstats_lm.main_table import (
     table_notes,
 )
 from geomstats_lm.merging import correlate
-from geomstats_lm.table_files import Table, write_tables
-from geomstats_lm.top_tokens import (
-    TextUnavailable,
-    in_context,
-    largest,
-    measured,
-    text_source,
-    tokenizer_of,
-)
+from geomstats_lm.report_facts import citation, settings_table
+from geomstats_lm.table_files import write_tables
+from geomstats_lm.token_examples import tokens_in_context
 
 __all__ = [
     "correlate",
@@ -48,8 +41,6 @@ __all__ = [
     "table_notes",
     "write_report_files",
 ]
-
-METHOD_PAPER = "arXiv:2604.02459"
 
 
 def report(
@@ -198,13 +189,13 @@ def write_page(
     from geomstats_lm.token_strips import STYLE
 
     made = sections(findings)
-    settings = _settings(findings)
-    tokens, strips, notes = _tokens(findings, corpus, tokenizers)
+    settings = settings_table(findings)
+    tokens, strips, notes = tokens_in_context(findings, corpus, tokenizers)
     tables = [settings, *(table for section in made for table in section.tables)]
     if tokens is not None:
         tables.append(tokens)
     names = ", ".join(model.attrs.get("model_name", model.key) for model in findings.models)
-    cite, bibtex = _citation(findings)
+    cite, bibtex = citation(findings)
     page = render(
         {
             "title": title, "lead": f"Models: {names}. Intervals have {findings.level:.0%} "
@@ -262,158 +253,3 @@ def write_report_files(
         figure.savefig(figures / f"{name}.png", dpi=150, bbox_inches="tight")
     write_page(findings, output / "report", corpus=corpus)
     return table
-
-
-def _settings(findings: Findings) -> Table:
-    """What was run: a row a fact, a column a model."""
-    columns: dict[str, dict[str, str]] = {m.key: _facts(m) for m in findings.models}
-    facts = dict.fromkeys(fact for column in columns.values() for fact in column)
-    frame = pd.DataFrame(
-        [{"fact": fact, **{k: c.get(fact, "–") for k, c in columns.items()}} for fact in facts]
-    )
-    return Table("settings", "What was run", frame, display=frame.rename(columns={"fact": ""}))
-
-
-def _facts(model: ModelFindings) -> dict[str, str]:
-    attrs = model.attrs
-    facts = {
-        "model": attrs.get("model_name", model.key),
-        "source": attrs.get("model_source"),
-        "revision": attrs.get("revision"),
-        "architecture": attrs.get("architecture"),
-        "parameters": _thousands(attrs.get("n_parameters")),
-        "blocks": attrs.get("n_layers"),
-        "dims": attrs.get("dim"),
-        "vocabulary": _thousands(attrs.get("vocabulary")),
-        "type of weights": attrs.get("model_dtype"),
-        "parameter checksum (SHA-256)": _short(attrs.get("parameter_checksum")),
-        "tokenizer": attrs.get("tokenizer"),
-        "text checksum (SHA-256)": _short(attrs.get("text_checksum")),
-        "windows": attrs.get("n_windows"),
-        "tokens a window": attrs.get("window_length"),
-        "documents": attrs.get("n_documents"),
-        "seed of the split": attrs.get("split_seed"),
-        "software": attrs.get("software"),
-        "leaves": ", ".join([*model.leaves, *(f"{n} (not finished)" for n in model.incomplete)]),
-    }
-    geometry, damage = model.leaves.get("geometry"), model.leaves.get("perturbation")
-    if geometry is not None:
-        made = settings_of(geometry).get("decomposition", {})
-        facts |= {
-            "function classes": ", ".join(str(v) for v in geometry.function_class.values),
-            "neighbours k": made.get("k", attrs.get("k")),
-            "ridge": attrs.get("ridge"),
-            "target, metric": ", ".join(
-                str(made[n]) for n in ("target", "metric") if n in made
-            ) or None,
-            "no neighbours from the same": made.get("exclude"),
-        }  # fmt: skip
-        if "n_reference" in geometry:
-            facts["reference tokens"] = _thousands(int(geometry["n_reference"].max()))
-    if damage is not None:
-        made = settings_of(damage)
-        facts |= {
-            "positions": ", ".join(str(v) for v in damage.positions.values),
-            "single positions a window": made.get("n_single"),
-            "controls": ", ".join(made.get("controls", [])) or None,
-            "seed of the perturbation": made.get("seed"),
-        }
-        if "kl_floor" in damage:
-            facts["KL when nothing is changed"] = f"{float(damage['kl_floor'].max()):.1e} nats"
-    if model.correlation is not None:
-        chosen = model.correlation.settings
-        facts["correlation"] = ", ".join(
-            str(chosen[n]) for n in ("method", "norm", "interval") if n in chosen
-        )
-    return {name: str(value) for name, value in facts.items() if value not in (None, "")}
-
-
-def _thousands(value: Any) -> str | None:
-    return None if value is None else f"{int(value):,}"
-
-
-def _short(checksum: str | None) -> str | None:
-    return f"{checksum[:16]}…" if checksum else None
-
-
-def _tokens(
-    findings: Findings, corpus: pd.DataFrame | None, tokenizers: Mapping[str, Any] | None
-) -> tuple[Table | None, list[dict[str, Any]], list[str]]:
-    """The table of tokens, their strips, and what could not be shown."""
-    frames, groups, notes = [], [], []
-    for model in findings.models:
-        found = largest(model)
-        if not len(found):
-            notes.append(f"{model.key}: neither residuals nor damage were measured.")
-            continue
-        texts: Any = None
-        try:
-            texts = text_source(model, corpus, tokenizer_of(tokenizers, model.key))
-        except TextUnavailable as reason:
-            notes.append(f"{model.key}: the tokens' text is not available: {reason}.")
-        words = []
-        for kind, leaf, values in measured(model):
-            rows = found[found["of"] == kind]
-            if texts is not None and len(rows):
-                group, own = _strips(model, kind, leaf, values, rows, texts)
-                groups.append(group)
-                words += own
-        frames.append(found.assign(text=words) if words else found)
-    if not frames:
-        return None, groups, notes
-    frame = pd.concat(frames, ignore_index=True).drop(columns="index")
-    headings = {
-        "model": "model", "of": "largest", "rank": "rank", "value": "value", "text": "token",
-        "document": "document", "position": "position", "token_id": "token id",
-        "char_start": "from character", "char_end": "to",
-    }  # fmt: skip
-    caption = "Tokens with the largest residual and the largest damage"
-    return Table("tokens", caption, frame, headings), groups, notes
-
-
-def _strips(
-    model: ModelFindings, kind: str, leaf: xr.Dataset, values: np.ndarray, rows: pd.DataFrame,
-    texts: Any,
-) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
-    import markupsafe
-
-    from geomstats_lm.token_strips import strip_legend, token_strip
-
-    label, units = ("relative error", "") if kind == "residual" else ("KL", "nats")
-    finite = values[np.isfinite(values)]
-    limits = (0.0, float(np.quantile(finite, 0.99)))  # one token alone must not set the scale
-    strips, words = [], []
-    for row in rows.to_dict("records"):
-        near = in_context(leaf, row["index"])
-        pieces = texts(leaf, near)
-        focus = int(np.flatnonzero(near == row["index"])[0])
-        words.append(pieces[focus])
-        html = token_strip(
-            pieces, values[near], label=label, units=units, kind=kind, limits=limits, focus=focus,
-            legend=False, style=False,
-        )  # fmt: skip
-        where = f"{label} {row['value']:.3g}{' ' + units if units else ''}, " + ", ".join(
-            f"{name} {row[name]}" for name in ("document", "position") if name in row
-        )
-        strips.append({"caption": where, "html": markupsafe.Markup(html)})
-    title = f"{model.key}, {model.main_class}: largest {kind}"
-    legend = markupsafe.Markup(strip_legend(label, units, kind, limits))
-    return {"title": title, "legend": legend, "strips": strips}, words
-
-
-def _citation(findings: Findings) -> tuple[str, str]:
-    from geomstats_lm import __version__
-
-    sums = sorted({str(m.attrs["parameter_checksum"])[:12] for m in findings.models
-                   if m.attrs.get("parameter_checksum")})  # fmt: skip
-    text = (
-        f"Made with geomstats_lm {__version__}. Please name the version, the models with their "
-        f"parameter checksums ({', '.join(sums) or 'not recorded'}) and the text. The "
-        f"decomposition and its perturbation follow {METHOD_PAPER}."
-    )
-    bibtex = (
-        "@software{geomstats_lm,\n  author = {{The geomstats_lm authors}},\n"
-        "  title = {geomstats_lm: statistics for language-model internals},\n"
-        f"  version = {{{__version__}}}\n}}"
-    )
-    return text, bibtex

@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 
 from geomstats_lm.table_files import Table
 
+NUMBER = r"[-−+]?[\d.,]+(e[-+]\d+)?( [\[(][-−–\d.,\s]+[\])])?"  # and its interval
 OPEN_ROWS = 30  # longer tables are folded away
 
 
@@ -117,7 +118,7 @@ def html_table(table: Table) -> Any:
 
 def _looks_numeric(column: pd.Series) -> bool:
     texts = [t for t in column if t != "–"]
-    return bool(texts) and all(re.match(r"[-−+]?[\d.,]+", str(t)) for t in texts)
+    return bool(texts) and all(re.fullmatch(NUMBER, str(t)) for t in texts)
 
 
 def _right(yes: bool) -> str:

@@ -141,13 +141,13 @@ def correlation_sentence(findings: Findings) -> str:
         result = model.pooled_correlation
         if result is None:
             continue
+        clauses: dict[str, list[str]] = {}
         for mode, row in _modes(result.tidy(), model.main_class):
             low, high = row["conf_low"], row["conf_high"]
+            number = f"{str(row['method']).capitalize()} {_number(row['estimate'], low, high)}"
             if not np.isfinite(row["estimate"]):
-                parts.append(f"in {model.key}, {HOW[mode]}, there is no correlation: "
-                             f"{row['reason'] or 'no estimate'}")  # fmt: skip
-                continue
-            if not np.isfinite([low, high]).all():
+                words, number = "there is no correlation", str(row["reason"] or "no estimate")
+            elif not np.isfinite([low, high]).all():
                 words = "how surely residual and damage go together cannot be told"
             elif low > 0:
                 words = "tokens with larger residuals do more damage"
@@ -155,11 +155,8 @@ def correlation_sentence(findings: Findings) -> str:
                 words = "tokens with larger residuals do less damage"
             else:
                 words = "size of residual and damage cannot be told to go together"
-            name = str(row["method"]).capitalize()
-            parts.append(
-                f"in {model.key}, {HOW[mode]}, {words} ({name} "
-                f"{_number(row['estimate'], low, high)}, {row['layer_group']})"
-            )
+            clauses.setdefault(words, []).append(f"{HOW[mode]} ({number}, {row['layer_group']})")
+        parts += _clauses(model, clauses)
     return _joined(parts, findings, "whether residual and damage go together cannot be said")
 
 
@@ -178,13 +175,14 @@ def control_sentence(findings: Findings) -> str:
     for model in findings.models:
         if model.pooled_ratio is None:
             continue
+        clauses: dict[str, list[str]] = {}
         for mode, row in _modes(model.pooled_ratio, model.main_class):
             low, high = row["conf_low"], row["conf_high"]
+            control = CONTROL_NAMES.get(str(row["control"]), str(row["control"]))
+            number = f"{_number(row['estimate'], low, high)} times as much"
             if not np.isfinite(row["estimate"]):
-                parts.append(f"in {model.key}, {HOW[mode]}, there is no ratio: "
-                             f"{row['reason'] or 'no estimate'}")  # fmt: skip
-                continue
-            if not np.isfinite([low, high]).all():
+                words, number = "there is no ratio to", str(row["reason"] or "no estimate")
+            elif not np.isfinite([low, high]).all():
                 words = "it cannot be told whether the residual does more damage than"
             elif low > 1:
                 words = "the residual does more damage than"
@@ -192,11 +190,10 @@ def control_sentence(findings: Findings) -> str:
                 words = "the residual does less damage than"
             else:
                 words = "the residual cannot be told from"
-            control = CONTROL_NAMES.get(str(row["control"]), str(row["control"]))
-            parts.append(
-                f"in {model.key}, {HOW[mode]}, {words} {control} of the same norm "
-                f"({_number(row['estimate'], low, high)} times as much, {row['layer_group']})"
+            clauses.setdefault(f"{words} {control} of the same norm", []).append(
+                f"{HOW[mode]} ({number}, {row['layer_group']})"
             )
+        parts += _clauses(model, clauses)
     return _joined(parts, findings, "whether the residual's direction matters cannot be said")
 
 
@@ -239,6 +236,14 @@ def synthesis_sentence(findings: Findings) -> str:
     if few < 5:
         parts.append(f"{few} models are too few to say much of other models")
     return _capital("; ".join(parts)) + "."
+
+
+def _clauses(model: ModelFindings, clauses: dict[str, list[str]]) -> list[str]:
+    """A clause for every answer, with the ways of patching that gave it."""
+    return [
+        f"in {model.key} ({model.main_class}) {words}, {' and '.join(modes)}"
+        for words, modes in clauses.items()
+    ]
 
 
 def _modes(table: pd.DataFrame, label: str | None) -> list[tuple[str, Any]]:

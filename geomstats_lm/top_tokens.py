@@ -6,7 +6,6 @@ residual_i = mean over layers 2..L of e_il,   damage_i = mean over those layers 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -169,8 +168,3 @@ def in_context(leaf: xr.Dataset, index: int, around: int = AROUND) -> np.ndarray
     sequences = leaf["sequence"].values
     near = np.arange(max(0, index - around), min(len(sequences), index + around + 1))
     return near[sequences[near] == sequences[index]]
-
-
-def tokenizer_of(tokenizers: Mapping[str, Any] | None, key: str) -> Any:
-    """The tokenizer that the caller gave for a model."""
-    return None if tokenizers is None else tokenizers.get(key)
