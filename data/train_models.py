@@ -55,7 +55,10 @@ def train(
     sample = heldout[::4]  # for the curve; the card is about all of them
     run = _start_or_resume(name, seed)
     steps = tokens // (size * CONTEXT)
-    settings = {"tokens": tokens, "batch": size, "seed": seed, "compiled": compiled}
+    settings = {
+        "tokens": tokens, "batch": size, "seed": seed, "compiled": compiled,
+        "products": "bfloat16" if HALF else "float32",
+    }  # fmt: skip
     loss_of = torch.compile(batch_loss) if compiled else batch_loss
     smooth, saved = float("nan"), time.monotonic()
     with tqdm(total=steps, initial=run.step, desc=name, mininterval=10, unit="step") as bar:
