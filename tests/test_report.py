@@ -368,10 +368,15 @@ addEventListener("load", () => {
   const wide = [...document.querySelectorAll("main, section, p, figure, .figures, .token-strip")]
     .filter((e) => e.getBoundingClientRect().right > innerWidth + 0.5).map((e) => e.className);
   const root = document.documentElement;
-  root.setAttribute("data-found", JSON.stringify(
-    {seen, scroll: root.scrollWidth, inner: innerWidth, up, down, wide}));
+  parent.postMessage(JSON.stringify(
+    {seen, scroll: root.scrollWidth, inner: innerWidth, up, down, wide}), "*");
 });
 </script>"""
+
+
+FRAME = """<!doctype html><script>
+addEventListener("message", (e) => document.documentElement.setAttribute("data-found", e.data));
+</script><iframe src="watched.html" style="border:0;width:{width}px;height:900px"></iframe>"""
 
 
 @pytest.mark.slow
@@ -392,7 +397,7 @@ def test_page_in_a_browser(page: Path, tmp_path, width: int) -> None:
     assert numbers == sorted(numbers) and [float(v) for v in good["down"]] == numbers[::-1]
     worse = text.replace(
         "<main>",
-        '<main><p style="width:3000px">x</p><img src="http://example.invalid/a.png">'
+        '<main><div style="width:3000px">x</div><img src="http://example.invalid/a.png">'
         "<script>console.error('bad')</script>",
         1,
     )
@@ -404,13 +409,15 @@ def _in_browser(chromium: str, text: str, folder: Path, width: int):
     import html
     import json
 
-    copy = folder / "watched.html"
-    copy.write_text(text, encoding="utf-8")
+    # in a frame, since a window of the browser is never narrower than 500 pixels
+    (folder / "watched.html").write_text(text, encoding="utf-8")
+    frame = folder / "frame.html"
+    frame.write_text(FRAME.replace("{width}", str(width)), encoding="utf-8")
     done = subprocess.run(
         [
             chromium, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
-            f"--user-data-dir={folder / 'profile'}", f"--window-size={width},2000",
-            "--virtual-time-budget=5000", "--dump-dom", copy.as_uri(),
+            f"--user-data-dir={folder / 'profile'}", "--window-size=1500,1000",
+            "--virtual-time-budget=5000", "--dump-dom", frame.as_uri(),
         ],
         capture_output=True, text=True, timeout=180,
     )  # fmt: skip
