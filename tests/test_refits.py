@@ -15,8 +15,8 @@ from geomstats_lm.refits import (
     random_neighbours,
     random_rows,
     untrained,
-    untrained_model,
 )
+from geomstats_lm.models import untrained_model
 from tests.model_samples import random_windows, tiny_gpt2
 from tests.synthetic import activations
 
