@@ -98,8 +98,11 @@ def parameter_checksum(lm: LanguageModel) -> str:
     """SHA-256 of all parameters, in the order of their names, wherever they are kept."""
     from accelerate.utils import align_module_device
 
+    names = {name for name, _ in lm.model.named_parameters()}
+    # kept on disk, tied weights are no longer one object; here they count once, as in memory
+    tied = getattr(lm.model, "all_tied_weights_keys", None) or {}
     digest = hashlib.sha256()
-    for name in sorted(name for name, _ in lm.model.named_parameters()):
+    for name in sorted(name for name in names if tied.get(name) not in names):
         owner, _, own = name.rpartition(".")
         with align_module_device(lm.model.get_submodule(owner)):  # weights on disk are read
             parameter = getattr(lm.model.get_submodule(owner), own)
@@ -128,7 +131,9 @@ def prepare_config(config: Any) -> None:
 
 
 def find_blocks(model: nn.Module, text_config: Any) -> tuple[nn.Module, ...]:
-    depth = int(getattr(text_config, "num_hidden_layers", 0) or getattr(text_config, "n_layer", 0))
+    # where encoder and decoder differ in depth, the causal model is the decoder
+    names = ("decoder_layers", "num_decoder_layers", "num_hidden_layers", "n_layer")
+    depth = next((int(d) for d in (getattr(text_config, n, None) for n in names) if d), 0)
     lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
     fitting = [(n, m) for n, m in lists if len(m) == depth]
     # Blocks hold nearly all of a model's weights; per-layer lists of embeddings or experts do not.
@@ -249,9 +254,9 @@ def _check_resume(
     return replace(lm, gathers_rows=gathers, vocabulary=int(logits.shape[-1]))
 
 
-def longest_window(lm: LanguageModel) -> int:
-    """Tokens the model can read at once, by its config."""
-    text = text_config(lm.model)
+def longest_window(model: Any) -> int:
+    """Tokens a LanguageModel, or a model of transformers, can read at once, by its config."""
+    text = text_config(model.model if isinstance(model, LanguageModel) else model)
     longest = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
     # no entry, or -1 as XLNet writes it: no limit
     return int(longest) if longest and longest > 0 else 1 << 30
