@@ -135,7 +135,8 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(source, **where)
     except Exception as error:  # files of any origin fail in any way
         raise FileNotFoundError(_nowhere("tokenizer", source, error)) from None
-    if not tokenizer("a b", add_special_tokens=False).input_ids:
+    only_special = len(tokenizer) <= len(set(tokenizer.all_special_ids))
+    if only_special or not tokenizer("a b", add_special_tokens=False).input_ids:
         raise FileNotFoundError(f"name_or_path: {source!r} comes without a tokenizer's vocabulary")
     return tokenizer
 

@@ -117,10 +117,7 @@ MIXERS: dict[str, dict[str, dict[str, Any]]] = {
                  "encoder_ffn_dim": 64, "decoder_attention_heads": 4, "encoder_attention_heads": 4}
         for family in ("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian",
                        "mbart", "mvp", "pegasus", "plbart", "trocr", "whisper")
-    } | {"prophetnet": {
-        "num_hidden_layers": None, "num_decoder_layers": 3, "num_encoder_layers": 2,
-        "num_decoder_attention_heads": 4, "num_encoder_attention_heads": 4, "decoder_ffn_dim": 64,
-        "encoder_ffn_dim": 64}},
+    },
     "attention, encoder with is_decoder": {
         family: {"is_decoder": True, "attention_type": "original_full", **own} for family, own in {
             "bert": {}, "bert-generation": {}, "big_bird": {}, "camembert": {},
@@ -197,7 +194,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "cpmant": ({"prompt_length": 4}, "puts a prompt of its own before the window"),
     "deepseek_v4": (EXPERTS, "keeps several streams beside one another, not one state"),
     "hy_v4": (EXPERTS, "keeps several streams beside one another, not one state"),
-    "qwen4_exp_text": ({**EXPERTS, **HEADS}, "widens the state to several streams"),
+    "qwen4_exp_text": (
+        {**EXPERTS, **HEADS}, "keeps several streams beside one another, not one state"
+    ),
+    "prophetnet": (
+        {"num_hidden_layers": None, "num_decoder_layers": 3, "num_encoder_layers": 2,
+         "num_decoder_attention_heads": 4, "num_encoder_attention_heads": 4,
+         "decoder_ffn_dim": 64, "encoder_ffn_dim": 64},
+        "keeps a stream for each token that it predicts ahead",
+    ),
 }  # fmt: skip
 
 
@@ -270,6 +275,7 @@ def contract_markdown() -> str:
     lines += ["", "Refused, with the reason:"]
     for reason, rows in refused.groupby("reason", sort=False):
         lines.append(f"- {', '.join(rows['family'])}: {reason}")
+    lines.append("- encoder-decoders: what their decoder says depends on two texts")
     return "\n".join(lines)
 
 
