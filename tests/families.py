@@ -221,7 +221,9 @@ def random_model(family: str) -> LanguageModel:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config)
         for name, parameter in model.named_parameters():
-            if parameter.ndim > 1 and "conv" not in name:
+            if parameter.ndim == 3 and "conv" in name:  # kernels that some families start near 0
+                parameter.data.normal_(0, 0.3)
+            elif parameter.ndim > 1:
                 parameter.data.normal_(0, 0.15)
     return as_language_model(model, name=family)
 
