@@ -134,7 +134,7 @@ def load_tokenizer(
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **where)
     except Exception as error:  # files of any origin fail in any way
-        raise FileNotFoundError(_nowhere("tokenizer", source, error)) from None
+        raise FileNotFoundError(_nowhere("tokenizer", source, where, error)) from None
     only_special = len(tokenizer) <= len(set(tokenizer.all_special_ids))
     if only_special or not tokenizer("a b", add_special_tokens=False).input_ids:
         raise FileNotFoundError(f"name_or_path: {source!r} comes without a tokenizer's vocabulary")
@@ -148,11 +148,10 @@ def read_config(source: str, where: Mapping[str, Any]) -> Any:
     try:
         config = AutoConfig.from_pretrained(source, **where)
     except OSError as error:
-        raise FileNotFoundError(_nowhere("model", source, error)) from None
+        raise FileNotFoundError(_nowhere("model", source, where, error)) from None
     except Exception as error:  # files of any origin fail in any way
-        name = f"{source}/{where['gguf_file']}" if "gguf_file" in where else source
         raise UnsupportedModelError(
-            f"{name}: transformers cannot read it: {first_line(error)}"
+            f"{_title(source, where)}: transformers cannot read it: {first_line(error)}"
         ) from None
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
@@ -192,22 +191,31 @@ def _pretrained(auto: Any, source: str, config: Any, dtype: Any, where: dict[str
     from transformers import AutoModel
 
     missing: list[str] = []
+    title = _title(source, where)
     with _no_progress_bars():
         for kind in (auto, AutoModel):  # a checkpoint of the base model alone has no head
             try:
                 model, report = kind.from_pretrained(
-                    source, config=config, dtype=dtype, output_loading_info=True, **where
-                )
+                    source, config=config, dtype=dtype, output_loading_info=True,
+                    ignore_mismatched_sizes=True, **where,
+                )  # fmt: skip
             except Exception as error:  # files of any origin fail in any way
                 raise UnsupportedModelError(
-                    f"{source}: its weights cannot be loaded: {type(error).__name__}: "
+                    f"{title}: its weights cannot be loaded: {type(error).__name__}: "
                     f"{first_line(error)}"
                 ) from None
+            if report["mismatched_keys"]:  # these too would be random
+                name, found, wanted = min(report["mismatched_keys"])
+                raise UnsupportedModelError(
+                    f"{title}: {len(report['mismatched_keys'])} weights of the checkpoint have not "
+                    f"the shape that its config says, such as {name}: {tuple(found)}, not "
+                    f"{tuple(wanted)}"
+                )
             if not report["missing_keys"]:
                 return model
             missing = missing or sorted(report["missing_keys"])
     raise UnsupportedModelError(
-        f"{source}: the checkpoint lacks {len(missing)} of the weights its config asks for, such "
+        f"{title}: the checkpoint lacks {len(missing)} of the weights its config asks for, such "
         f"as {', '.join(missing[:3])}; they would be random"
     )
 
@@ -256,10 +264,14 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _nowhere(what: str, source: str, error: BaseException) -> str:
+def _title(source: str, where: Mapping[str, Any]) -> str:
+    return f"{source}/{where['gguf_file']}" if "gguf_file" in where else source
+
+
+def _nowhere(what: str, source: str, where: Mapping[str, Any], error: BaseException) -> str:
     """Neither a folder nor a hub id: a name with one slash may have been meant as either."""
     if Path(source).is_dir():
-        return f"name_or_path: no {what} in the folder {source} ({first_line(error)})"
+        return f"name_or_path: no {what} in {_title(source, where)} ({first_line(error)})"
     return (
         f"name_or_path: there is no folder {source!r} here ({Path.cwd()}), and as a hub id it "
         f"gives no {what} ({first_line(error)})"
