@@ -357,5 +357,3 @@ def untrained_model(model: Any, *, seed: int = 0) -> Any:
         fresh.to(parameter.device, parameter.dtype), model.tokenizer,
         name=f"{model.name}-untrained", attrs={"untrained": 1},
     )  # fmt: skip
-
-

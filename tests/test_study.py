@@ -238,7 +238,16 @@ def test_verbs_as_commands_do_what_the_study_does(made: Path) -> None:
 
 def test_every_command_has_help_with_an_example() -> None:
     runner = CliRunner()
-    for command in ("run", "describe", "extract", "decompose", "geometry", "perturb", "correlate", "verify"):
+    for command in (
+        "run",
+        "describe",
+        "extract",
+        "decompose",
+        "geometry",
+        "perturb",
+        "correlate",
+        "verify",
+    ):
         result = runner.invoke(app, [command, "--help"])
         assert result.exit_code == 0
         assert "Example: " in result.output and f"geomstats-lm {command}" in result.output
