@@ -1,7 +1,7 @@
 """What is a model made of, and which verbs does it support?
 
-Its modules and configuration are read; the verbs are tried on one short random window. Of a name or
-path only the configuration is read: whether ``h_l = block_l(h_{l-1})`` holds is no matter of weights.
+Its modules and configuration are read; the verbs are tried on one short random window. Of a name
+or path only the configuration is read: ``h_l = block_l(h_{l-1})`` holds for any weights.
 """
 
 from __future__ import annotations

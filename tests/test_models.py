@@ -235,8 +235,8 @@ def test_placed_modules_give_the_same_states_and_checksum(place, tmp_path: Path)
     character_tokenizer().save_pretrained(tmp_path)
     if place == "two":
         place = {f"transformer.h.{i}": "disk" if i % 2 else "cpu" for i in range(4)}
-        place |= {n: "cpu" for n in ("transformer.wte", "transformer.wpe", "transformer.drop",
-                                     "transformer.ln_f", "lm_head")}  # fmt: skip
+        modules = ("wte", "wpe", "drop", "ln_f")
+        place |= {f"transformer.{name}": "cpu" for name in modules} | {"lm_head": "cpu"}
     lm = load_model(tmp_path, device_map=place)
     assert parameter_checksum(lm) == parameter_checksum(plain)
     (states, logits), (expected, output) = capture(lm, IDS), capture(plain, IDS)

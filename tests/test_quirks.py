@@ -108,7 +108,7 @@ def test_tuple_and_tensor_blocks_are_wrapped_again(family: str, kind: type) -> N
 
 
 def test_sliding_window_ends_where_the_config_says() -> None:
-    """Three layers of window 3 reach back 3 x 2 positions, and no further; a full one reaches all."""
+    """Three layers of window 3 reach back 3 x 2 positions, no further; full ones reach all."""
     from transformers import MistralConfig, MistralForCausalLM
 
     torch.manual_seed(0)
@@ -198,7 +198,7 @@ def test_encoder_decoders_are_refused_and_their_decoders_are_not() -> None:
 
 def test_without_bos_a_window_starts_with_text() -> None:
     tokenizer = character_tokenizer()
-    cut = windows(read_corpus([s for s in STORIES]), tokenizer, length=8, n_windows=(4, 2))
+    cut = windows(read_corpus(list(STORIES)), tokenizer, length=8, n_windows=(4, 2))
     first = cut.isel(token=cut.position == 0)
     assert not first.is_special.any()
     assert (first.char_end > first.char_start).all()  # a character of the text, not an added token
