@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from geomstats_lm.datasets import example_path as example_path
     from geomstats_lm.datasets import load_example as load_example
     from geomstats_lm.decompose import decompose as decompose
+    from geomstats_lm.describe import describe_model as describe_model
     from geomstats_lm.direction import residual_direction as residual_direction
     from geomstats_lm.dominant import dominant_subspaces as dominant_subspaces
     from geomstats_lm.dominant import subspace_relations as subspace_relations
@@ -80,6 +81,7 @@ _PUBLIC = {
     "windows": "corpus",
     "load_model": "models",
     "as_language_model": "models",
+    "describe_model": "describe",
     "extract": "extract",
     "extract_parts": "parts",
     "import_activations": "import_activations",

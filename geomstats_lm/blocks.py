@@ -67,7 +67,11 @@ class LanguageModel:
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        """Where it takes its input; its blocks may be on other devices, or kept on disk."""
+        places = (parameter.device for parameter in self.model.parameters())
+        loaded = next((place for place in places if place.type != "meta"), None)
+        hook = getattr(self.model, "_hf_hook", None)  # accelerate's, where modules are placed
+        return loaded or torch.device(getattr(hook, "execution_device", None) or "cpu")
 
 
 @torch.no_grad()

@@ -27,6 +27,13 @@ Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Redo what was made with other settings.")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")]
+DeviceMap = Annotated[
+    str | None,
+    typer.Option(help="In place of --device, for several devices: auto, balanced, sequential."),
+]
+Trust = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+]
 Key = Annotated[
     list[str] | None, typer.Option("--model", help="Model key in the store; all by default.")
 ]
@@ -67,6 +74,22 @@ def run(
 
 
 @app.command()
+def describe(
+    model: Annotated[str, typer.Argument(help="Hub id, folder or GGUF file.")],
+    revision: Annotated[str | None, typer.Option(help="Revision on the hub.")] = None,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Say what a model is made of and which verbs it supports; its weights are not read.
+
+    Example: [bold]geomstats-lm describe data/models/gpt2[/bold]
+    """
+    from geomstats_lm import describe_model
+
+    page = describe_model(model, revision=revision, trust_remote_code=trust_remote_code)
+    typer.echo(page)
+
+
+@app.command()
 def extract(
     model: Annotated[str, typer.Argument(help="Hub id, folder or GGUF file.")],
     corpus: Annotated[list[Path], typer.Argument(help="Text files, JSON lines or folders.")],
@@ -81,6 +104,8 @@ def extract(
     seed: int = 0,
     dtype: Annotated[str, typer.Option(help="Storage: float32, float16 or bfloat16.")] = "float32",
     device: str = "cpu",
+    device_map: DeviceMap = None,
+    trust_remote_code: Trust = False,
     batch_size: int = 16,
     untrained: Annotated[bool, typer.Option("--untrained", help="Fresh weights.")] = False,
     overwrite: Overwrite = False,
@@ -98,7 +123,10 @@ def extract(
         raise ValueError("--reference and --evaluation: give both, or neither")
     n_windows = None if reference is None or evaluation is None else (reference, evaluation)
     text = read_corpus(corpus, separator=separator)
-    loaded = load_model(model, name=name, device=device, untrained=untrained, seed=seed)
+    loaded = load_model(
+        model, name=name, device=device, device_map=device_map, untrained=untrained, seed=seed,
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
     cut = windows(text, loaded.tokenizer, length=length, n_windows=n_windows, seed=seed)
     leaf = verb(
         loaded, cut, store, dtype=dtype, batch_size=batch_size, overwrite=overwrite,
@@ -184,6 +212,8 @@ def perturb(
     draws: Annotated[int, typer.Option(help="Draws of each control.")] = 1,
     seed: int = 0,
     device: str = "cpu",
+    device_map: DeviceMap = None,
+    trust_remote_code: Trust = False,
     batch_size: int = 16,
     untrained: Annotated[bool, typer.Option("--untrained", help="Fresh weights.")] = False,
     overwrite: Overwrite = False,
@@ -199,7 +229,10 @@ def perturb(
 
     chosen = _numbers("--layers", layers, int)
     doses = _numbers("--factors", factors, float)
-    loaded = load_model(model, name=name, device=device, untrained=untrained, seed=seed)
+    loaded = load_model(
+        model, name=name, device=device, device_map=device_map, untrained=untrained, seed=seed,
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
     for key, node in _nodes(store, [loaded.key]):
         leaf = verb(
             loaded, node, function_class=[c.strip() for c in function_class.split(";")],

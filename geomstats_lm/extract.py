@@ -394,12 +394,12 @@ def run_windows(
         first, last = np.searchsorted(place, [begin * length, begin * length + batch.numel()])
         pick: Any = slice(None)
         if last - first < batch.numel():
-            pick = torch.from_numpy(place[first:last] - begin * length).to(captured[0].device)
+            pick = torch.from_numpy(place[first:last] - begin * length)
         for number, layer in enumerate(layers):
-            target[number, first:last] = captured[layer].reshape(-1, model.dim)[pick].cpu()
+            target[number, first:last] = captured[layer].reshape(-1, model.dim).cpu()[pick]
         if loss is not None and logits is not None:
             of_batch = next_token_loss(logits, batch.to(logits.device)).reshape(-1)
-            loss[first:last] = of_batch[pick].cpu().numpy()
+            loss[first:last] = of_batch.cpu()[pick].numpy()
     # a sum is finite only where everything in it is; it is finite and cheap almost always
     bad = [
         layer

@@ -1,32 +1,27 @@
-"""How does any causal language model become a stack of blocks?
+"""How does the name of any causal language model become the model, in memory and checked?
 
-Loaded by hub id, folder or GGUF file, a model proves on one tiny forward that
-``h_l = block_l(h_{l-1})`` holds and that it can be resumed from any h_l, or is refused by reason.
+``load_model("hub/id" | "folder" | "file.gguf")``; what cannot be a stack of blocks is refused by
+reason.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from geomstats_lm.blocks import (
-    LanguageModel,
-    UnsupportedModelError,
-    capture,
-    resume,
-    state_argument,
-    state_of,
-)
-from geomstats_lm.cube import model_key
+from geomstats_lm.blocks import LanguageModel, UnsupportedModelError
+from geomstats_lm.contract import as_language_model as as_language_model
+from geomstats_lm.contract import longest_window as longest_window
+from geomstats_lm.contract import parameter_checksum as parameter_checksum
+from geomstats_lm.contract import prepare_config
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def load_model(
@@ -34,6 +29,7 @@ def load_model(
     *,
     name: str | None = None,
     device: str = "cpu",
+    device_map: str | Mapping[str, Any] | None = None,
     dtype: str = "float32",
     revision: str | None = None,
     trust_remote_code: bool = False,
@@ -50,6 +46,10 @@ def load_model(
         Name to keep it under; the hub id, or the name of the folder or file, by default.
     device : str
         Where it runs, such as ``"cpu"`` or ``"cuda"``.
+    device_map : str or mapping, optional
+        In place of ``device``, for models larger than one device: ``"auto"`` or another strategy of
+        accelerate, or a mapping from names of modules to devices (``"disk"`` and, beside an
+        accelerator, ``"cpu"`` hold the weights of a module until it runs).
     dtype : {"float32", "float16", "bfloat16"}
         Dtype it computes in.
     revision : str, optional
@@ -79,52 +79,28 @@ def load_model(
     >>> model.n_layers, model.dim
     (6, 192)
     """
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}: accepted are {', '.join(DTYPES)}")
-    try:
-        torch.device(device)
-    except RuntimeError:
-        raise ValueError(f"device={device!r}: accepted are 'cpu', 'cuda', 'cuda:0', …") from None
-    if str(device).startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device={device!r}: no CUDA device is available here")
+    _check_device(device)
+    placed = _checked_map(device_map, device, untrained)
     tokenizer = load_tokenizer(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
-    source, where = _source(name_or_path, revision, trust_remote_code)
-    try:
-        config = AutoConfig.from_pretrained(source, **where)
-    except OSError as error:
-        raise FileNotFoundError(
-            f"name_or_path: no model {source!r} here or on the hub ({str(error).splitlines()[0]})"
-        ) from None
-    except (ValueError, KeyError) as error:
-        raise UnsupportedModelError(f"{source}: transformers cannot read it: {error}") from None
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(
-            f"{source}: {config.model_type} is an encoder-decoder; causal decoders are supported"
-        )
-    _prepare_config(config)
-    # A model without a language-model head is read by its base class: states, no output.
-    remote = trust_remote_code and "AutoModelForCausalLM" in getattr(config, "auto_map", {})
-    causal = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or remote
-    auto = AutoModelForCausalLM if causal else AutoModel
+    source, where = source_of(name_or_path, revision, trust_remote_code)
+    config = read_config(source, where)
+    auto = auto_class(config, trust_remote_code)
     if untrained:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = auto.from_config(
-                config, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code
-            )
+        model = fresh_weights(auto, config, DTYPES[dtype], seed, trust_remote_code)
     else:
-        model = _pretrained(auto, source, config, DTYPES[dtype], where)
+        model = _pretrained(auto, source, config, DTYPES[dtype], {**where, **placed})
     name = name or default_name(name_or_path, untrained=untrained)
     attrs = {
         "model_source": str(name_or_path),
         "revision": revision or getattr(config, "_commit_hash", None) or "",
         "untrained": int(untrained),
-        "dequantized": int(Path(name_or_path).suffix == ".gguf"),
+        "dequantized": int(is_gguf(name_or_path)),
     }
-    return as_language_model(model.to(device), tokenizer, name=name, attrs=attrs)
+    if not placed:
+        model = model.to(device)
+    return as_language_model(model, tokenizer, name=name, attrs=attrs)
 
 
 def load_tokenizer(
@@ -154,17 +130,60 @@ def load_tokenizer(
     """
     from transformers import AutoTokenizer
 
-    source, where = _source(name_or_path, revision, trust_remote_code)
+    source, where = source_of(name_or_path, revision, trust_remote_code)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **where)
     except Exception as error:  # files of any origin fail in any way
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise FileNotFoundError(
-            f"name_or_path: no tokenizer of {source!r} here or on the hub ({first})"
-        ) from None
-    if not tokenizer("a b", add_special_tokens=False).input_ids:
+        raise FileNotFoundError(_nowhere("tokenizer", source, where, error)) from None
+    only_special = len(tokenizer) <= len(set(tokenizer.all_special_ids))
+    if only_special or not tokenizer("a b", add_special_tokens=False).input_ids:
         raise FileNotFoundError(f"name_or_path: {source!r} comes without a tokenizer's vocabulary")
     return tokenizer
+
+
+def read_config(source: str, where: Mapping[str, Any]) -> Any:
+    """The configuration of a model, made ready to run whole windows; encoder-decoders refused."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(source, **where)
+    except OSError as error:
+        raise FileNotFoundError(_nowhere("model", source, where, error)) from None
+    except Exception as error:  # files of any origin fail in any way
+        raise UnsupportedModelError(
+            f"{_title(source, where)}: transformers cannot read it: {first_line(error)}"
+        ) from None
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{source}: {config.model_type} is an encoder-decoder; causal decoders are supported"
+        )
+    prepare_config(config)
+    return config
+
+
+def auto_class(config: Any, trust_remote_code: bool) -> Any:
+    """The class of transformers that makes the model: without a head where there is none."""
+    from transformers import AutoModel, AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    remote = trust_remote_code and "AutoModelForCausalLM" in getattr(config, "auto_map", {})
+    causal = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or remote
+    return AutoModelForCausalLM if causal else AutoModel
+
+
+def fresh_weights(
+    auto: Any, config: Any, dtype: torch.dtype, seed: int, trust_remote_code: bool
+) -> Any:
+    """The architecture of a configuration with weights drawn anew."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    except Exception as error:  # configurations of any origin fail in any way
+        raise UnsupportedModelError(
+            f"{config.model_type}: no model can be made of its configuration: "
+            f"{type(error).__name__}: {first_line(error)}"
+        ) from None
 
 
 def _pretrained(auto: Any, source: str, config: Any, dtype: Any, where: dict[str, Any]) -> Any:
@@ -172,22 +191,31 @@ def _pretrained(auto: Any, source: str, config: Any, dtype: Any, where: dict[str
     from transformers import AutoModel
 
     missing: list[str] = []
+    title = _title(source, where)
     with _no_progress_bars():
         for kind in (auto, AutoModel):  # a checkpoint of the base model alone has no head
             try:
                 model, report = kind.from_pretrained(
-                    source, config=config, dtype=dtype, output_loading_info=True, **where
-                )
+                    source, config=config, dtype=dtype, output_loading_info=True,
+                    ignore_mismatched_sizes=True, **where,
+                )  # fmt: skip
             except Exception as error:  # files of any origin fail in any way
-                first = (str(error).splitlines() or [""])[0]
                 raise UnsupportedModelError(
-                    f"{source}: its weights cannot be loaded: {type(error).__name__}: {first}"
+                    f"{title}: its weights cannot be loaded: {type(error).__name__}: "
+                    f"{first_line(error)}"
                 ) from None
+            if report["mismatched_keys"]:  # these too would be random
+                name, found, wanted = min(report["mismatched_keys"])
+                raise UnsupportedModelError(
+                    f"{title}: {len(report['mismatched_keys'])} weights of the checkpoint have not "
+                    f"the shape that its config says, such as {name}: {tuple(found)}, not "
+                    f"{tuple(wanted)}"
+                )
             if not report["missing_keys"]:
                 return model
             missing = missing or sorted(report["missing_keys"])
     raise UnsupportedModelError(
-        f"{source}: the checkpoint lacks {len(missing)} of the weights its config asks for, such "
+        f"{title}: the checkpoint lacks {len(missing)} of the weights its config asks for, such "
         f"as {', '.join(missing[:3])}; they would be random"
     )
 
@@ -201,22 +229,89 @@ def default_name(name_or_path: str | Path, *, untrained: bool = False) -> str:
     return f"{name}-untrained" if untrained else name
 
 
-def _source(
+def is_gguf(name_or_path: str | Path) -> bool:
+    return Path(name_or_path).suffix.lower() == ".gguf"
+
+
+def source_of(
     name_or_path: str | Path, revision: str | None, trust_remote_code: bool
 ) -> tuple[str, dict[str, Any]]:
     """What transformers' ``from_pretrained`` takes to load the model."""
     path = Path(name_or_path)
     where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    if path.suffix == ".gguf" and path.is_file():
+    if is_gguf(path) and path.is_file():
         return str(path.parent), {**where, "gguf_file": path.name}
     looks_local = path.is_absolute() or str(name_or_path).startswith((".", "~"))
-    if not path.exists() and (looks_local or path.suffix == ".gguf" or len(path.parts) > 2):
+    if not path.exists() and (
+        looks_local or is_gguf(path) or len(path.parts) > 2 or str(name_or_path).endswith("/")
+    ):
         raise FileNotFoundError(f"name_or_path: there is no model folder or file {path}")
-    if path.exists() and not (path / "config.json").exists():
+    if path.is_file():
         raise FileNotFoundError(
-            f"name_or_path: {path} holds no config.json, so it is no transformers model"
+            f"name_or_path: {path} is a file, but no .gguf; a model in transformers format is a "
+            "folder"
+        )
+    if path.exists() and not (path / "config.json").exists():
+        held = sorted(p.name for p in path.glob("*.gguf"))
+        hint = f"; it holds {', '.join(held[:3])}: give the path of the file" if held else ""
+        raise FileNotFoundError(
+            f"name_or_path: {path} holds no config.json, so it is no transformers model{hint}"
         )
     return str(name_or_path), where
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _title(source: str, where: Mapping[str, Any]) -> str:
+    return f"{source}/{where['gguf_file']}" if "gguf_file" in where else source
+
+
+def _nowhere(what: str, source: str, where: Mapping[str, Any], error: BaseException) -> str:
+    """Neither a folder nor a hub id: a name with one slash may have been meant as either."""
+    if Path(source).is_dir():
+        return f"name_or_path: no {what} in {_title(source, where)} ({first_line(error)})"
+    return (
+        f"name_or_path: there is no folder {source!r} here ({Path.cwd()}), and as a hub id it "
+        f"gives no {what} ({first_line(error)})"
+    )
+
+
+def _check_device(device: str) -> None:
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise ValueError(f"device={device!r}: accepted are 'cpu', 'cuda', 'cuda:0', …") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={device!r}: no CUDA device is available here")
+
+
+def _checked_map(
+    device_map: str | Mapping[str, Any] | None, device: str, untrained: bool
+) -> dict[str, Any]:
+    """What ``from_pretrained`` takes to place modules on several devices."""
+    if device_map is None:
+        return {}
+    if device != "cpu":
+        raise ValueError(f"device={device!r}, device_map={device_map!r}: give one of them")
+    if untrained:
+        raise ValueError("device_map: fresh weights are drawn on one device; give device=")
+    if isinstance(device_map, str):
+        if device_map not in STRATEGIES:
+            raise ValueError(
+                f"device_map={device_map!r}: accepted are {', '.join(STRATEGIES)}, or a mapping "
+                "from names of modules to devices"
+            )
+        return {"device_map": device_map}
+    for module, place in device_map.items():
+        if place == "meta":
+            raise ValueError(
+                f"device_map: {module!r} on 'meta' would have no weights, so nothing could run"
+            )
+        if place != "disk":
+            _check_device(f"cuda:{place}" if isinstance(place, int) else str(place))
+    return {"device_map": dict(device_map)}
 
 
 @contextmanager
@@ -232,207 +327,33 @@ def _no_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def as_language_model(
-    model: Any,
-    tokenizer: Any = None,
-    *,
-    name: str | None = None,
-    attrs: dict[str, Any] | None = None,
-) -> LanguageModel:
-    """Make a loaded transformers model a checked stack of blocks.
+def untrained_model(model: Any, *, seed: int = 0) -> Any:
+    """The same architecture with fresh weights.
 
     Parameters
     ----------
-    model : transformers.PreTrainedModel
-        A causal language model.
-    tokenizer : transformers tokenizer, optional
-    name : str, optional
-        Name to keep it under; its architecture's by default.
-    attrs : dict, optional
-        What else is to be recorded about it.
+    model : LanguageModel
+    seed : int
+        Of the weights.
 
     Returns
     -------
     LanguageModel
-
-    Raises
-    ------
-    UnsupportedModelError
-        If its blocks do not form a stack: the message says what does not agree.
+        Named ``<name>-untrained``.
 
     Examples
     --------
     >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> from geomstats_lm import as_language_model
     >>> tiny = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=50))
-    >>> as_language_model(tiny, name="tiny").n_layers
-    2
+    >>> untrained_model(as_language_model(tiny, name="tiny")).name
+    'tiny-untrained'
     """
-    config: Any = model.config
-    _prepare_config(config)
-    model.eval().requires_grad_(False)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    name = name or type(model).__name__
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    description = {
-        "architecture": type(model).__name__,
-        "model_type": str(getattr(config, "model_type", "")),
-        "n_parameters": sum(p.numel() for p in model.parameters()),
-        "model_dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
-        **(attrs or {}),
-    }
-    candidate = LanguageModel(
-        model, tokenizer, name, model_key(name), _find_blocks(model, text),
-        int(getattr(text, "hidden_size", 0) or getattr(text, "n_embd", 0)),
-        int(head.weight.shape[0]) if head is not None else 0, description,
+    parameter = next(model.model.parameters())
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        fresh = type(model.model)(copy.deepcopy(model.model.config))
+    return as_language_model(
+        fresh.to(parameter.device, parameter.dtype), model.tokenizer,
+        name=f"{model.name}-untrained", attrs={"untrained": 1},
     )  # fmt: skip
-    return _check_contract(candidate)
-
-
-def parameter_checksum(lm: LanguageModel) -> str:
-    """SHA-256 of all parameters, in the order of their names."""
-    digest = hashlib.sha256()
-    for name, parameter in sorted(lm.model.named_parameters()):
-        digest.update(name.encode())
-        flat = parameter.detach().contiguous().cpu().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _prepare_config(config: Any) -> None:
-    for part in {id(c): c for c in (config, getattr(config, "text_config", None)) if c}.values():
-        if hasattr(part, "use_cache"):
-            part.use_cache = False  # every forward reads whole windows from their start
-        if hasattr(part, "rescale_every"):
-            part.rescale_every = 0  # RWKV halves the stream between blocks otherwise
-
-
-def _find_blocks(model: nn.Module, text_config: Any) -> tuple[nn.Module, ...]:
-    depth = int(getattr(text_config, "num_hidden_layers", 0) or getattr(text_config, "n_layer", 0))
-    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
-    fitting = [(n, m) for n, m in lists if len(m) == depth]
-    # Blocks hold nearly all of a model's weights; per-layer lists of embeddings or experts do not.
-    weight = lambda m: sum(p.numel() for p in m.parameters())  # noqa: E731
-    outermost = [
-        (n, m) for n, m in fitting if not any(n.startswith(f"{other}.") for other, _ in fitting)
-    ]
-    if not outermost:
-        found = ", ".join(f"{n} ({len(m)})" for n, m in lists) or "none"
-        raise UnsupportedModelError(
-            f"{type(model).__name__}: no list of {depth} blocks as its config's depth says; "
-            f"lists of modules: {found}"
-        )
-    return tuple(max(outermost, key=lambda pair: weight(pair[1]))[1])
-
-
-@torch.no_grad()
-def _check_contract(lm: LanguageModel) -> LanguageModel:
-    """Prove on one tiny forward that the blocks are a stack that can be read and resumed."""
-    who = f"{lm.attrs['architecture']} ({lm.name})"
-    ids = torch.randint(
-        0, _vocabulary_of(lm), (2, min(9, longest_window(lm))),
-        generator=torch.Generator().manual_seed(0),
-    ).to(lm.device)  # fmt: skip
-    seen: list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor, Any]] = []
-    inputs: dict[int, torch.Tensor] = {}
-
-    with ExitStack() as stack:
-        for index, block in enumerate(lm.blocks):
-
-            def before(module: nn.Module, args: Any, kwargs: Any, index: int = index) -> None:
-                if not (args or "hidden_states" in kwargs):
-                    raise UnsupportedModelError(f"{who}: block {index + 1} is given no state")
-                inputs[index] = state_argument(args, kwargs).clone()
-
-            def after(module: nn.Module, args: Any, output: Any, index: int = index) -> None:
-                state = state_of(output)
-                if not isinstance(state, torch.Tensor):
-                    raise UnsupportedModelError(
-                        f"{who}: block {index + 1} returns {type(state).__name__}, not a state"
-                    )
-                rest = tuple(output[1:]) if isinstance(output, (tuple, list)) else None
-                seen.append((index, inputs[index], state.clone(), state, rest))
-
-            stack.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
-            stack.callback(block.register_forward_hook(after).remove)
-        output = lm.model(input_ids=ids)
-    if [entry[0] for entry in seen] != list(range(lm.n_layers)):
-        raise UnsupportedModelError(
-            f"{who}: its {lm.n_layers} blocks ran in the order {[e[0] + 1 for e in seen]}, "
-            "not each once in turn"
-        )
-    dim = lm.dim or int(seen[0][2].shape[-1])
-    infinite = [entry[0] + 1 for entry in seen if not torch.isfinite(entry[2]).all()]
-    if infinite:
-        raise UnsupportedModelError(
-            f"{who}: the states after blocks {infinite[:5]} are not finite: are its weights?"
-        )
-    for index, given, returned, _, _ in seen:
-        for what, state in (("input", given), ("output", returned)):
-            if tuple(state.shape) != (*ids.shape, dim):
-                raise UnsupportedModelError(
-                    f"{who}: the {what} of block {index + 1} has shape {tuple(state.shape)}, "
-                    f"not (batch, position, {dim})"
-                )
-        if index and not torch.equal(given, seen[index - 1][2]):
-            raise UnsupportedModelError(
-                f"{who}: the input of block {index + 1} is not the output of block {index}: "
-                "something acts on the state between blocks"
-            )
-    lm = replace(
-        lm,
-        dim=dim,
-        clones=any(not torch.equal(now, then) for _, _, then, now, _ in seen),
-        block_rest=tuple(
-            None if rest is None else tuple(None if torch.is_tensor(r) else r for r in rest)
-            for *_, rest in seen
-        ),
-    )
-    lm = replace(lm, causal=_is_causal(lm, ids, seen[-1][2]))
-    logits = getattr(output, "logits", None)
-    if logits is None:
-        return lm  # states can be read; there is no output to perturb
-    return _check_resume(lm, ids, seen, logits, who)
-
-
-def _is_causal(lm: LanguageModel, ids: torch.Tensor, last: torch.Tensor) -> bool:
-    changed = ids.clone()
-    changed[:, -1] = (changed[:, -1] + 1) % _vocabulary_of(lm)
-    again = capture(lm, changed, head=False)[0][-1]
-    return torch.allclose(again[:, :-1], last[:, :-1], rtol=1e-3, atol=1e-4)
-
-
-def _check_resume(
-    lm: LanguageModel, ids: torch.Tensor, seen: list[Any], logits: torch.Tensor, who: str
-) -> LanguageModel:
-    for layer in sorted({1, (lm.n_layers + 1) // 2, lm.n_layers}):
-        again = resume(lm, ids, layer, seen[layer - 1][2])
-        if not torch.equal(again, logits):
-            raise UnsupportedModelError(
-                f"{who}: replacing the output of block {layer} by itself changes the logits by "
-                f"{float((again - logits).abs().max()):.3g}: state passes beside the blocks' output"
-            )
-    # A model may reshape before its head; then all positions are computed and one is taken.
-    rows = torch.tensor([[0], [ids.shape[1] - 1]])
-    try:
-        picked = resume(replace(lm, gathers_rows=True), ids, lm.n_layers, seen[-1][2], rows=rows)
-        expected = logits[torch.arange(2), rows[:, 0]][:, None]
-        gathers = picked.shape == expected.shape and torch.allclose(
-            picked, expected, rtol=1e-3, atol=1e-3
-        )
-    except (RuntimeError, IndexError, ValueError, AttributeError):
-        gathers = False
-    return replace(lm, gathers_rows=gathers, vocabulary=int(logits.shape[-1]))
-
-
-def longest_window(lm: LanguageModel) -> int:
-    """Tokens the model can read at once, by its config."""
-    config: Any = lm.model.config
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    longest = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
-    # no entry, or -1 as XLNet writes it: no limit
-    return int(longest) if longest and longest > 0 else 1 << 30
-
-
-def _vocabulary_of(lm: LanguageModel) -> int:
-    embeddings: Any = lm.model.get_input_embeddings()
-    return int(embeddings.weight.shape[0])

@@ -256,7 +256,8 @@ def _outputs(
 
             stack.callback(module.register_forward_hook(keep).remove)
         model.model(input_ids=ids.to(model.device))
-    return given[0], outputs, states[0]
+    place = states[0].device  # a block's input may come from another device
+    return given[0].to(place), {n: o.to(place) for n, o in outputs.items()}, states[0]
 
 
 def _run(
@@ -273,6 +274,7 @@ def _run(
 
             def after(module: nn.Module, args: Any, output: Any, into: Any = into) -> None:
                 into["state"] = state_of(output).float().clone()
+                into["given"] = into["given"].to(into["state"].device)
 
             stack.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
             stack.callback(block.register_forward_hook(after).remove)

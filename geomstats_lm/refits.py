@@ -7,7 +7,6 @@ token among its own neighbours, which makes a fit interpolate.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -213,6 +212,7 @@ def untrained(
     """
     from geomstats_lm.dominant import dominant_subspaces
     from geomstats_lm.extract import extract
+    from geomstats_lm.models import untrained_model
 
     _check_draws(draws)
     activations, decomposition = _both(data)
@@ -238,42 +238,6 @@ def untrained(
         one = measure(fitted, usable_tokens(fitted), exclude=exclude, space=space)
         results.append(one.assign_coords(model=activations.model))
     return _named(results, "untrained", decomposition, seed)
-
-
-def untrained_model(model: Any, *, seed: int = 0) -> Any:
-    """The same architecture with fresh weights.
-
-    Parameters
-    ----------
-    model : LanguageModel
-    seed : int
-        Of the weights.
-
-    Returns
-    -------
-    LanguageModel
-        Named ``<name>-untrained``.
-
-    Examples
-    --------
-    >>> from transformers import GPT2Config, GPT2LMHeadModel
-    >>> from geomstats_lm import as_language_model
-    >>> tiny = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=50))
-    >>> untrained_model(as_language_model(tiny, name="tiny")).name
-    'tiny-untrained'
-    """
-    import torch
-
-    from geomstats_lm.models import as_language_model
-
-    parameter = next(model.model.parameters())
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        fresh = type(model.model)(copy.deepcopy(model.model.config))
-    return as_language_model(
-        fresh.to(parameter.device, parameter.dtype), model.tokenizer,
-        name=f"{model.name}-untrained", attrs={"untrained": 1},
-    )  # fmt: skip
 
 
 def exchanges(activations: xr.Dataset, within: str, rng: np.random.Generator) -> np.ndarray:

@@ -194,3 +194,66 @@ def test_weights_that_are_not_finite_are_named() -> None:
 
 def test_short_contexts_are_checked_within_themselves() -> None:
     assert tiny_gpt2(n_positions=4).n_layers == 4
+
+
+def test_any_failure_of_the_check_is_a_refusal_with_its_reason() -> None:
+    from transformers import ReformerConfig, ReformerModelWithLMHead
+
+    config = ReformerConfig(
+        is_decoder=True, hidden_size=16, attn_layers=["local", "local"], num_hidden_layers=2,
+        num_attention_heads=2, attention_head_size=8, feed_forward_size=16, vocab_size=60,
+        axial_pos_embds=False, local_attn_chunk_length=4,
+    )  # fmt: skip
+    with pytest.raises(UnsupportedModelError, match="ReformerModelWithLMHead"):
+        as_language_model(ReformerModelWithLMHead(config))
+    broken = tiny_gpt2().model
+    del broken.transformer.h[1].mlp
+    with pytest.raises(UnsupportedModelError, match="AttributeError: .*has no attribute 'mlp'"):
+        as_language_model(broken)
+
+
+def test_a_name_with_one_slash_may_be_folder_or_hub_id(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no folder 'models/none' here.*as a hub id"):
+        load_model("models/none")
+    with pytest.raises(FileNotFoundError, match="no model folder or file"):
+        load_model("models/")
+    (tmp_path / "weights.bin").write_bytes(b"0")
+    with pytest.raises(FileNotFoundError, match=r"weights\.bin is a file, but no \.gguf"):
+        load_model("weights.bin")
+
+
+@pytest.mark.parametrize("place", ["auto", {"": "cpu"}, "two", {"": "disk"}])
+def test_placed_modules_give_the_same_states_and_checksum(place, tmp_path: Path) -> None:
+    """What is kept on disk runs like what is in memory; several devices are the same mechanism."""
+    from geomstats_lm.parts import capture_parts, find_parts
+    from tests.text_samples import character_tokenizer
+
+    plain = tiny_gpt2(vocab_size=128)
+    plain.model.save_pretrained(tmp_path)
+    character_tokenizer().save_pretrained(tmp_path)
+    if place == "two":
+        place = {f"transformer.h.{i}": "disk" if i % 2 else "cpu" for i in range(4)}
+        modules = ("wte", "wpe", "drop", "ln_f")
+        place |= {f"transformer.{name}": "cpu" for name in modules} | {"lm_head": "cpu"}
+    lm = load_model(tmp_path, device_map=place)
+    assert parameter_checksum(lm) == parameter_checksum(plain)
+    (states, logits), (expected, output) = capture(lm, IDS), capture(plain, IDS)
+    assert torch.equal(logits, output)
+    assert all(torch.equal(a, b) for a, b in zip(states, expected))
+    assert torch.equal(resume(lm, IDS, 2, states[2]), output)
+    found, known = (capture_parts(m, IDS, find_parts(m)) for m in (lm, plain))
+    assert torch.equal(found[0][3], known[0][3])
+
+
+@pytest.mark.parametrize(("options", "match"), [
+    ({"device_map": "everywhere"}, "device_map='everywhere': accepted are auto"),
+    ({"device_map": {"": "meta"}}, "'' on 'meta' would have no weights"),
+    ({"device_map": {"": 7}}, "cuda:7.*no CUDA device"),
+    ({"device_map": "auto", "device": "cuda"}, "no CUDA device|give one of them"),
+    ({"device_map": "auto", "untrained": True}, "fresh weights are drawn on one device"),
+])  # fmt: skip
+def test_placements_that_cannot_be_are_refused(options, match, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=match):
+        load_model(tmp_path, **options)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from geomstats_lm.declaration import StudyConfig
+from tests.families import TABLE, readme_with_table
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 
@@ -39,3 +41,10 @@ def test_first_two_lines_set_everything_up() -> None:
     assert tests.endswith("pytest")
     ci = (Path(__file__).parent.parent / ".ci" / "run").read_text(encoding="utf-8")
     assert "\npytest " in ci
+
+
+def test_table_of_families_is_what_the_tests_found() -> None:
+    assert readme_with_table(README) == README  # else: python -m tests.families
+    shown = README.split("<!-- families")[1].split("<!-- end")[0]
+    families = pd.read_csv(TABLE, keep_default_na=False)["family"]
+    assert all(re.search(rf"(?<![\w-]){name}(?![\w-])", shown) for name in families)

@@ -8,6 +8,7 @@ import xarray as xr
 
 from geomstats_lm import decompose, extract, geometry
 from geomstats_lm.geometry_summary import geometry_summary
+from geomstats_lm.models import untrained_model
 from geomstats_lm.refits import (
     exchanges,
     leak,
@@ -15,7 +16,6 @@ from geomstats_lm.refits import (
     random_neighbours,
     random_rows,
     untrained,
-    untrained_model,
 )
 from tests.model_samples import random_windows, tiny_gpt2
 from tests.synthetic import activations

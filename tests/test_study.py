@@ -260,6 +260,7 @@ def test_every_command_has_help_with_an_example() -> None:
     runner = CliRunner()
     for command in (
         "run",
+        "describe",
         "extract",
         "decompose",
         "geometry",
