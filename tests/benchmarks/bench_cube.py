@@ -28,11 +28,12 @@ sys.path.insert(0, str(ROOT))
 CLOCKS = {"wall": time.perf_counter, "CPU": time.process_time}
 
 
-def medians(tasks: dict, repeats: int, clock: str = "wall") -> dict:
+def medians(tasks: dict, repeats: int, clock: str = "wall", before=lambda: None) -> dict:
     """Median seconds of each task, run in turn; on a shared machine CPU seconds say more."""
     seconds: dict = {name: [] for name in tasks}
     for _ in range(repeats):
         for name, task in tasks.items():
+            before()
             start = CLOCKS[clock]()
             task()
             seconds[name].append(CLOCKS[clock]() - start)
@@ -124,7 +125,7 @@ print(json.dumps([seconds, (peak - before) / 1024]))
 def loop(args) -> None:
     """Against output_hidden_states, a list, and np.save: tokens per second and peak memory."""
     found: dict[bool, list] = {True: [], False: []}
-    for _ in range(args.repeats, args.clock):
+    for _ in range(args.repeats):
         for ours in (True, False):
             code = LOOP.format(
                 root=str(ROOT), model=args.model, tokens=args.tokens, length=args.length,
@@ -143,7 +144,11 @@ def loop(args) -> None:
 
 
 def disk(args) -> None:
-    """Write and read a leaf against tofile and fromfile of the same bytes in the same shapes."""
+    """Write and read a leaf against tofile and fromfile of the same bytes in the same shapes.
+
+    Both write new files, some seconds after the old ones went: a virtual machine hands freed
+    memory back to its host by then, and memory taken anew costs five times what is still there.
+    """
     import dask
     import dask.array as da
     import xarray as xr
@@ -162,6 +167,11 @@ def disk(args) -> None:
     blocks = list(made.hidden.data.to_delayed().ravel())  # both sides take them from dask
     files = [folder / f"{number}.bin" for number in range(len(blocks))]
 
+    def removed():
+        shutil.rmtree(folder)
+        folder.mkdir()
+        time.sleep(4)
+
     def to_files():
         dask.compute(*[dask.delayed(_tofile)(block, file) for block, file in zip(blocks, files)])
 
@@ -169,8 +179,7 @@ def disk(args) -> None:
         return dask.compute(*[dask.delayed(_fromfile)(file) for file in files])
 
     def to_store():
-        write_leaf(made, folder / "study", "m", "activations", settings={}, overwrite=True,
-                   progress=False)  # fmt: skip
+        write_leaf(made, folder / "study", "m", "activations", settings={}, progress=False)
 
     def from_store():
         leaf = open_leaf(folder / "study", "m", "activations")
@@ -179,11 +188,12 @@ def disk(args) -> None:
 
     for scheduler in ("sync", "threads"):
         with dask.config.set(scheduler=scheduler):
-            to_files(), to_store()
+            removed(), to_files(), to_store()
             seconds = medians(
-                {"tofile": to_files, "write": to_store, "fromfile": from_files, "read": from_store},
-                args.repeats,
-                args.clock,
+                {"fromfile": from_files, "read": from_store}, args.repeats, args.clock
+            )
+            seconds |= medians(
+                {"tofile": to_files, "write": to_store}, args.repeats, args.clock, removed
             )
         gigabytes = values.nbytes / 1e9
         print(
