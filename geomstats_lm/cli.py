@@ -81,6 +81,17 @@ def extract(
     dtype: Annotated[str, typer.Option(help="Storage: float32, float16 or bfloat16.")] = "float32",
     device: str = "cpu",
     batch_size: int = 16,
+    layers: Annotated[
+        str | None, typer.Option(help="Layers to keep, such as 0,1,5,6; all by default.")
+    ] = None,
+    every: Annotated[int | None, typer.Option(help="Keep every n-th layer, from 0 on.")] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="Tokens to keep: a condition such as 'position >= 8'.")
+    ] = None,
+    part: Annotated[
+        str | None,
+        typer.Option(help="i/n: do the i-th of n parts; the others fill the same store."),
+    ] = None,
     untrained: Annotated[bool, typer.Option("--untrained", help="Fresh weights.")] = False,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
@@ -89,6 +100,8 @@ def extract(
 
     Example: [bold]geomstats-lm extract data/models/gpt2 data/text/heldout.jsonl
     --store study.zarr --reference 96 --evaluation 40[/bold]
+
+    Several processes or machines fill one store with --part 1/4 to --part 4/4.
     """
     from geomstats_lm import extract as verb
     from geomstats_lm import load_model, read_corpus, windows
@@ -96,12 +109,13 @@ def extract(
     if (reference is None) != (evaluation is None):
         raise ValueError("--reference and --evaluation: give both, or neither")
     n_windows = None if reference is None or evaluation is None else (reference, evaluation)
+    kept, share = _layer_numbers(layers), _part(part)
     text = read_corpus(corpus, separator=separator)
     loaded = load_model(model, name=name, device=device, untrained=untrained, seed=seed)
     cut = windows(text, loaded.tokenizer, length=length, n_windows=n_windows, seed=seed)
     leaf = verb(
-        loaded, cut, store, dtype=dtype, batch_size=batch_size, overwrite=overwrite,
-        progress=not quiet,
+        loaded, cut, store, dtype=dtype, batch_size=batch_size, layers=kept, every=every,
+        tokens=tokens, part=share, overwrite=overwrite, progress=not quiet,
     )  # fmt: skip
     _say(store, loaded.key, "activations", leaf)
 
@@ -185,10 +199,7 @@ def perturb(
     from geomstats_lm import load_model
     from geomstats_lm import perturb as verb
 
-    try:
-        chosen = [int(v) for v in layers.split(",")] if layers is not None else None
-    except ValueError:
-        raise ValueError(f"--layers {layers!r}: accepted are numbers such as 1,4,6") from None
+    chosen = _layer_numbers(layers)
     loaded = load_model(model, name=name, device=device, untrained=untrained, seed=seed)
     for key, node in _nodes(store, [loaded.key]):
         leaf = verb(
@@ -289,6 +300,22 @@ def main() -> None:
     except KeyboardInterrupt:
         typer.echo("geomstats-lm: interrupted; the same command carries on", err=True)
         sys.exit(130)
+
+
+def _layer_numbers(layers: str | None) -> list[int] | None:
+    try:
+        return [int(v) for v in layers.split(",")] if layers is not None else None
+    except ValueError:
+        raise ValueError(f"--layers {layers!r}: accepted are numbers such as 1,4,6") from None
+
+
+def _part(part: str | None) -> tuple[int, int] | None:
+    if part is None:
+        return None
+    number, slash, n_parts = part.partition("/")
+    if not (slash and number.isdecimal() and n_parts.isdecimal()):
+        raise ValueError(f"--part {part!r}: accepted is i/n with i = 1..n, such as 2/4")
+    return int(number), int(n_parts)
 
 
 def _nodes(store: Path, keys: list[str] | None) -> list[tuple[str, Any]]:

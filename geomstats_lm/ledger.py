@@ -1,8 +1,8 @@
 """Which units of a leaf are finished, and how does one more become so?
 
 A leaf's chunks are cut into units, ``unit = (layer run, token run)``, that one writer fills with
-no lock: first the unit's whole chunks, then the unit's CRC-32C in the ledger (0 or absent: not yet).
-Whatever moment a writer is killed at, a unit is either ticked off and whole, or written again.
+no lock: first the unit's whole chunks, then the unit's CRC-32C in the ledger (0 or absent: not
+yet).  Whatever moment a writer is killed at, a unit is ticked off and whole, or written again.
 """
 
 from __future__ import annotations
