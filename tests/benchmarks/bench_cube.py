@@ -273,7 +273,7 @@ def large(args) -> None:
     n_layers, dim, length = 13, 768, 128
     n_windows = int(args.gigabytes * 1e9 / (n_layers * dim * 4 * length))
     n_tokens, run = n_windows * length, 32 * length
-    n_reference = min(args.reference, n_windows // 2) * length
+    n_reference = min(args.reference, n_windows - 1) * length
     directions = np.random.default_rng(0).normal(size=(8, dim)).astype(np.float32)
 
     def states(block_info=None):
@@ -312,8 +312,8 @@ def large(args) -> None:
         node = open_study(folder / "study")["m"]
         start = time.perf_counter()
         parts = decompose(
-            node, classes=["diagonal"], store=folder / "study" if args.keep else None,
-            **({"progress": False}),
+            node, classes=["diagonal"], reference=args.cap, progress=False,
+            store=folder / "study" if args.keep else None,
         )  # fmt: skip
         told("decomposed" if args.keep else "decomposition declared", start)
         start = time.perf_counter()
@@ -340,6 +340,7 @@ def main() -> None:
     parser.add_argument("--clock", choices=list(CLOCKS), default="wall")
     parser.add_argument("--gigabytes", type=float, default=12.0)
     parser.add_argument("--reference", type=int, default=120, help="windows, for large")
+    parser.add_argument("--cap", type=int, help="most reference tokens to use, for large")
     parser.add_argument("--keep", action="store_true", help="store the decomposition, for large")
     parser.add_argument("--folder", default=None, help="where to write")
     args = parser.parse_args()
