@@ -225,8 +225,8 @@ once, from at most {card["context"]} tokens of its own document. The trigram alw
     {card["command"]}
     python data/model_card.py {card["name"].replace("-step", " --step ")}
 
-Seed {card["seed"]}, one thread, {card["products"]} matrix products, Muon for matrices inside the blocks and
-AdamW for the rest, step size to zero over the second half. `learning_curve.csv` holds the course of
+Seed {card["seed"]}, one thread, {card["products"]} matrix products, Muon for matrices inside the
+blocks and AdamW for the rest, step size to zero over the second half. `learning_curve.csv` holds the course of
 it: its training loss is a running mean over batches, its held-out loss that of every fourth
 held-out document. Threads and versions move the last digits; a new run is as good, not the same.
 {note}

@@ -107,6 +107,17 @@ def extract(
     device_map: DeviceMap = None,
     trust_remote_code: Trust = False,
     batch_size: int = 16,
+    layers: Annotated[
+        str | None, typer.Option(help="Layers to keep, such as 0,1,5,6; all by default.")
+    ] = None,
+    every: Annotated[int | None, typer.Option(help="Keep every n-th layer, from 0 on.")] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="Tokens to keep: a condition such as 'position >= 8'.")
+    ] = None,
+    part: Annotated[
+        str | None,
+        typer.Option(help="i/n: do the i-th of n parts; the others fill the same store."),
+    ] = None,
     untrained: Annotated[bool, typer.Option("--untrained", help="Fresh weights.")] = False,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
@@ -115,6 +126,8 @@ def extract(
 
     Example: [bold]geomstats-lm extract data/models/gpt2 data/text/heldout.jsonl
     --store study.zarr --reference 96 --evaluation 40[/bold]
+
+    Several processes or machines fill one store with --part 1/4 to --part 4/4.
     """
     from geomstats_lm import extract as verb
     from geomstats_lm import load_model, read_corpus, windows
@@ -122,6 +135,7 @@ def extract(
     if (reference is None) != (evaluation is None):
         raise ValueError("--reference and --evaluation: give both, or neither")
     n_windows = None if reference is None or evaluation is None else (reference, evaluation)
+    kept, share = _numbers("--layers", layers, int), _part(part)
     text = read_corpus(corpus, separator=separator)
     loaded = load_model(
         model, name=name, device=device, device_map=device_map, untrained=untrained, seed=seed,
@@ -129,8 +143,8 @@ def extract(
     )  # fmt: skip
     cut = windows(text, loaded.tokenizer, length=length, n_windows=n_windows, seed=seed)
     leaf = verb(
-        loaded, cut, store, dtype=dtype, batch_size=batch_size, overwrite=overwrite,
-        progress=not quiet,
+        loaded, cut, store, dtype=dtype, batch_size=batch_size, layers=kept, every=every,
+        tokens=tokens, part=share, overwrite=overwrite, progress=not quiet,
     )  # fmt: skip
     _say(store, loaded.key, "activations", leaf)
 
@@ -362,6 +376,15 @@ def main() -> None:
         sys.exit(130)
 
 
+def _part(part: str | None) -> tuple[int, int] | None:
+    if part is None:
+        return None
+    number, slash, n_parts = part.partition("/")
+    if not (slash and number.isdecimal() and n_parts.isdecimal()):
+        raise ValueError(f"--part {part!r}: accepted is i/n with i = 1..n, such as 2/4")
+    return int(number), int(n_parts)
+
+
 def _nodes(store: Path, keys: list[str] | None) -> list[tuple[str, Any]]:
     from geomstats_lm.cube import open_node, open_study
 
@@ -382,16 +405,6 @@ def _numbers(option: str, text: str | None, kind: type) -> list[Any] | None:
     except ValueError:
         example = "1,4,6" if kind is int else "0.5,1"
         raise ValueError(f"{option} {text!r}: accepted are numbers such as {example}") from None
-
-
-def _part(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    try:
-        i, n = (int(word) for word in text.split("/"))
-    except ValueError:
-        raise ValueError(f"--part {text!r}: accepted is i/n, such as 2/4") from None
-    return i, n
 
 
 def _say(store: Path, key: str, leaf: str, dataset: Any) -> None:

@@ -3,7 +3,7 @@
 One Zarr v3 store is one study.  Its leaves are ``/<model key>/<leaf>`` with leaf one of
 ``activations``, ``decomposition``, ``geometry``, ``perturbation``, and ``/statistics/<name>``.
 A leaf is cut into *units*, ``unit = (layer run, token run)``, each a set of whole chunks that one
-worker writes with no lock; the ledger ``finished`` beside the data holds the CRC-32 of every
+worker writes with no lock; the ledger ``finished`` beside the data holds the CRC-32C of every
 finished unit (0: not yet), so that any step killed at any moment carries on where it stopped.
 """
 

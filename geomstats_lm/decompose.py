@@ -6,6 +6,7 @@ restricted function class fitted on reference tokens, and the residual ``r_l`` w
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,8 @@ def decompose(
     reference : int, optional
         Most reference tokens to use, whole documents in a random order; all by default.
     layers : sequence of int, optional
-        Layers (1..L) that updates arrive at; all by default.
+        Layers (1..L) that updates arrive at; by default all whose states and those of the layer
+        before are there, with a warning that names those without a neighbour.
     tokens : {"evaluation", "reference"}
         Which documents' tokens to decompose; "reference" is leave-one-out, also for global maps
         (which leave out the token's document, or its sequence where ``exclude`` is narrower).
@@ -221,7 +223,17 @@ def _check_options(
     options["layers"] = arriving if layers is None else [int(layer) for layer in layers]
     wrong = [layer for layer in options["layers"] if layer not in arriving]
     if wrong or not options["layers"] or len(set(options["layers"])) < len(options["layers"]):
-        raise ValueError(f"layers={layers!r}: accepted are distinct layers among {arriving}")
+        raise ValueError(
+            f"layers={layers!r}: accepted are distinct layers among {arriving}; the update of "
+            f"layer l needs the states of l - 1 and l, and data holds layers {present.tolist()}"
+        )
+    alone = sorted({int(n) for n in present} - {*arriving, *(n - 1 for n in arriving)})
+    if layers is None and alone:
+        warnings.warn(
+            f"layers {alone} of data stand alone and give no update, which needs the states of "
+            "layers l - 1 and l",
+            stacklevel=3,
+        )
     labels = {name: activations[name].values for name in TOKEN_COORDS}
     rows = _reference_rows(labels, options["reference"], options["seed"])
     wanted = 1 if options["tokens"] == "evaluation" else 0

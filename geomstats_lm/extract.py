@@ -18,11 +18,9 @@ from typing import Any
 import dask.array as da
 import numpy as np
 import pandas as pd
-import torch
 import xarray as xr
-from torch.nn.functional import cross_entropy
 
-from geomstats_lm.blocks import LanguageModel, capture
+from geomstats_lm.blocks import LanguageModel
 from geomstats_lm.corpus import windows
 from geomstats_lm.cube import (
     STORAGE_DTYPES,
@@ -41,6 +39,7 @@ from geomstats_lm.selection import (
     part_of,
     tokens_per_chunk,
 )
+from geomstats_lm.window_states import has_loss, run_windows
 
 
 def extract(
@@ -201,9 +200,13 @@ def _extract_units(
         ThreadPoolExecutor(max_workers=1) as writer,
     ):
         pending: Future[None] | None = None
+        # one is filled while what is in the other is written
+        most = max(sizes.values(), default=0) * len(layers) * model.dim
+        buffers = [np.empty(most, dtype=np.float32) for _ in range(2)]
         for number in (i for i in sizes if not finished[i]):
             start, stop = runs[number]
-            states, loss = run_windows(model, ids, kept[start:stop], layers, batch_size)
+            buffers.reverse()
+            states, loss = run_windows(model, ids, kept[start:stop], layers, batch_size, buffers[0])
             if pending is not None:
                 pending.result()
             pending = writer.submit(
@@ -293,11 +296,6 @@ def activation_template(
     return xr.Dataset(variables, coords, attrs)
 
 
-def has_loss(model: LanguageModel) -> bool:
-    """Whether the model predicts the next token: encoders and models with no head do not."""
-    return model.vocabulary > 0 and model.causal
-
-
 def _version(package: str) -> str:
     try:
         return version(package)
@@ -343,92 +341,3 @@ def check_windows(model: LanguageModel, corpus: xr.Dataset) -> None:
             f"corpus: token id {largest} is outside the vocabulary of {model.name} "
             f"({embeddings.weight.shape[0]}); were the windows cut with its tokenizer?"
         )
-
-
-def run_windows(
-    model: LanguageModel,
-    ids: np.ndarray,
-    tokens: np.ndarray,
-    layers: Sequence[int],
-    batch_size: int,
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """States and losses of some tokens of the windows.
-
-    Parameters
-    ----------
-    model : LanguageModel
-    ids : array of int, shape (window, position)
-        Token ids of all windows.
-    tokens : array of int, shape (n,)
-        Which tokens, counted through all windows, ascending.
-    layers : sequence of int
-    batch_size : int
-        Windows per forward pass.
-
-    Returns
-    -------
-    states : array of float32, shape (layer, n, dim)
-    loss : array of float32, shape (n,), or None
-
-    Raises
-    ------
-    ValueError
-        If a state is not finite.
-    RuntimeError
-        If another thread ran the same model meanwhile.
-    """
-    length = ids.shape[1]
-    states = np.empty((len(layers), len(tokens), model.dim), dtype=np.float32)
-    loss = np.empty(len(tokens), dtype=np.float32) if has_loss(model) else None
-    read, row = np.unique(tokens // length, return_inverse=True)
-    place = row * length + tokens % length  # among the tokens of the windows that are read
-    target = torch.from_numpy(states)
-    for begin in range(0, len(read), batch_size):
-        batch = torch.from_numpy(ids[read[begin : begin + batch_size]].astype(np.int64))
-        captured, logits = capture(model, batch, head=loss is not None)
-        if len(captured) != model.n_layers + 1:
-            raise RuntimeError(
-                f"{model.name}: {len(captured)} states came from one forward pass of "
-                f"{model.n_layers} blocks; something else runs the same model at the same time"
-            )
-        first, last = np.searchsorted(place, [begin * length, begin * length + batch.numel()])
-        pick: Any = slice(None)
-        if last - first < batch.numel():
-            pick = torch.from_numpy(place[first:last] - begin * length)
-        for number, layer in enumerate(layers):
-            target[number, first:last] = captured[layer].reshape(-1, model.dim).cpu()[pick]
-        if loss is not None and logits is not None:
-            of_batch = next_token_loss(logits, batch.to(logits.device)).reshape(-1)
-            loss[first:last] = of_batch.cpu()[pick].numpy()
-    # a sum is finite only where everything in it is; it is finite and cheap almost always
-    bad = [
-        layer
-        for layer, state in zip(layers, states)
-        if not np.isfinite(state.sum()) and not np.isfinite(state).all()
-    ]
-    if bad:
-        raise ValueError(
-            f"{model.name}: states of layers {bad} are not finite (model dtype "
-            f"{model.attrs['model_dtype']}); load it with dtype='float32'"
-        )
-    return states, loss
-
-
-def next_token_loss(logits: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
-    """Loss of predicting the next token, in nats; NaN at the last position.
-
-    Parameters
-    ----------
-    logits : torch.Tensor, shape (batch, position, vocabulary)
-    input_ids : torch.Tensor, shape (batch, position)
-
-    Returns
-    -------
-    torch.Tensor, shape (batch, position)
-    """
-    loss = torch.full(input_ids.shape, torch.nan, device=logits.device)
-    for row in range(len(logits)):  # one row at a time: large vocabularies stay in bounds
-        loss[row, :-1] = cross_entropy(
-            logits[row, :-1].float(), input_ids[row, 1:], reduction="none"
-        )
-    return loss

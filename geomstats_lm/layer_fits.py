@@ -53,10 +53,14 @@ def block_norms(rows: np.ndarray, block: np.ndarray) -> np.ndarray:
     return norms(block[0, 0][rows])
 
 
+def taken_rows(rows: np.ndarray, block: np.ndarray) -> np.ndarray:
+    """Some rows of a block (1, 1, n, d), apart from it so that it need not stay in memory."""
+    return block[0, 0][rows]
+
+
 def prepare(
     plan: Plan,
     layer: int,
-    rows: Sequence[np.ndarray],
     blocks_before: Sequence[np.ndarray],
     blocks_after: Sequence[np.ndarray],
     norms_before: Sequence[np.ndarray],
@@ -70,10 +74,8 @@ def prepare(
     plan : Plan
     layer : int
         Named in errors.
-    rows : sequence of numpy.ndarray of int
-        Which rows of each block are reference tokens, N in all.
-    blocks_before, blocks_after : sequence of numpy.ndarray, shape (1, 1, n, d)
-        Blocks of states h_{l-1} and h_l.
+    blocks_before, blocks_after : sequence of numpy.ndarray, shape (n, d)
+        States h_{l-1} and h_l of the reference tokens of each chunk, N in all.
     norms_before, norms_after : sequence of numpy.ndarray
         Norms of all reference tokens, for the medians that decide what is massive.
     tables : mapping
@@ -86,8 +88,8 @@ def prepare(
     """
     largest_before = _largest(np.concatenate(norms_before))
     largest_after = _largest(np.concatenate(norms_after))
-    before = np.concatenate([block[0, 0][chosen] for block, chosen in zip(blocks_before, rows)])
-    after = np.concatenate([block[0, 0][chosen] for block, chosen in zip(blocks_after, rows)])
+    before = np.concatenate(blocks_before)
+    after = np.concatenate(blocks_after)
     own_before, own_after = norms(before), norms(after)
     if not (np.isfinite(own_before).all() and np.isfinite(own_after).all()):
         raise ValueError(f"layer {layer}: reference states hold values that are not finite")
@@ -109,7 +111,7 @@ def prepare(
         "n_reference_excluded_massive": np.int64((~usable).sum()),
     }
     centre = _float32_mean(before)
-    before -= centre  # its own copy: fancy indexing made it
+    before -= centre  # its own copy: concatenate made it
     space = search_space(plan.metric, before)
     targets = update if plan.target == "update" else after
     labels = {name: np.ascontiguousarray(values[usable]) for name, values in tables.items()}

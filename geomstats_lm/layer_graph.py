@@ -74,10 +74,18 @@ class LayerGraph:
                         partial(layer_fits.block_norms, rows),
                         (hidden.name, 0, index, b, 0),
                     )
+                # A cap on references takes few rows of many chunks, whose rest must not wait in
+                # memory until the last chunk is read.
+                for b, rows in references.items():
+                    key = (f"{self.name}-taken", index, b)
+                    tasks[key] = (
+                        partial(layer_fits.taken_rows, rows),
+                        (hidden.name, 0, index, b, 0),
+                    )
             tasks[self._prepare_key(layer)] = (
-                partial(layer_fits.prepare, plan, layer, list(references.values())),
-                [(hidden.name, 0, ends[0], b, 0) for b in references],
-                [(hidden.name, 0, ends[1], b, 0) for b in references],
+                partial(layer_fits.prepare, plan, layer),
+                [(f"{self.name}-taken", ends[0], b) for b in references],
+                [(f"{self.name}-taken", ends[1], b) for b in references],
                 [(f"{self.name}-norms", ends[0], b) for b in medians],
                 [(f"{self.name}-norms", ends[1], b) for b in medians],
                 tables,

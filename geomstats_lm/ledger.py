@@ -1,8 +1,8 @@
 """Which units of a leaf are finished, and how does one more become so?
 
 A leaf's chunks are cut into units, ``unit = (layer run, token run)``, that one writer fills with
-no lock: first the unit's whole chunks, then the unit's CRC-32 in the ledger (0 or absent: not yet).
-Whatever moment a writer is killed at, a unit is either ticked off and whole, or written again.
+no lock: first the unit's whole chunks, then the unit's CRC-32C in the ledger (0 or absent: not
+yet).  Whatever moment a writer is killed at, a unit is ticked off and whole, or written again.
 """
 
 from __future__ import annotations
@@ -321,7 +321,7 @@ def _leaf_files(
     ledger = group.create_array(
         LEDGER, shape=(len(grid["layer"]), len(grid["token"])), chunks=(1, 1), dtype="uint32",
         fill_value=0, compressors=None, dimension_names=LEDGER_DIMS,
-        attributes={"long_name": "CRC-32 of each finished unit, 0 where unfinished", **spans},
+        attributes={"long_name": "CRC-32C of each finished unit, 0 where unfinished", **spans},
     )  # fmt: skip
     if whole:
         crc = checksum({str(name): np.asarray(group[str(name)][...]) for name in variables})

@@ -284,6 +284,7 @@ def _tokenwise_parts(data: xr.DataTree | xr.Dataset, classes: list[str]) -> xr.D
     unknown = [c for c in classes if c not in known]
     if unknown or not classes:
         raise ValueError(f"function_class={unknown}: the decomposition holds {known}")
+    _window_length(parts)  # before anything is computed
     if "is_massive" not in parts:
         residual = parts["residual"]
         none = residual.isel(function_class=0, dim=0, drop=True)

@@ -25,7 +25,7 @@ chunks
     Of what has layer, token and dim: one layer, one function class, all of dim, a run of tokens
     that is the same for all variables of a leaf; uncompressed.
 ledger
-    ``finished`` (layer_run, token_run): the CRC-32 of the stored bytes of each finished unit, its
+    ``finished`` (layer_run, token_run): the CRC-32C of the stored bytes of each finished unit, its
     variables in alphabetical order; 0 where unfinished.  Attributes ``unit_layers`` and
     ``unit_tokens`` say how many layers and tokens a unit spans; one token run more than there are
     runs of tokens holds what needs all tokens.  Every chunk of a finished unit is present.

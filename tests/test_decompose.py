@@ -218,6 +218,21 @@ def test_a_node_of_a_study_is_taken_as_its_activations(data):
     assert np.array_equal(node["residual"].sel(layer=2), direct["residual"].sel(layer=2))
 
 
+def test_a_cube_of_some_layers_gives_the_updates_whose_two_states_are_there():
+    full = activations(n_layers=5).load()
+    whole = decompose(full, ["mean"], k=4).compute()
+    some = full.sel(layer=[1, 2, 5])
+    with pytest.warns(UserWarning, match=r"layers \[5\] of data stand alone"):
+        parts = decompose(some, ["mean"], k=4)
+    assert parts.layer.values.tolist() == [2]
+    xr.testing.assert_equal(parts.compute(), whole.sel(layer=[2]))
+    for layers in ([5], [1, 2], [3]):
+        with pytest.raises(ValueError, match=r"among \[2\].*holds layers \[1, 2, 5\]"):
+            decompose(some, ["mean"], k=4, layers=layers)
+    with pytest.raises(ValueError, match=r"among \[\].*states of l - 1 and l.*\[0, 2, 4\]"):
+        decompose(full.sel(layer=[0, 2, 4]), ["mean"], k=4)
+
+
 def test_a_cap_on_references_takes_whole_documents_at_random(data):
     few = [decompose(data, ["mean"], k=16, reference=60, seed=s).compute() for s in (0, 0, 1)]
     assert np.all(few[0]["n_reference"] == 60)

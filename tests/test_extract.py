@@ -13,8 +13,9 @@ import xarray as xr
 
 from geomstats_lm import selection
 from geomstats_lm.cube import IncompleteError, SettingsError, has_leaf, open_leaf, settings_of
-from geomstats_lm.extract import extract, next_token_loss
+from geomstats_lm.extract import extract
 from geomstats_lm.selection import run_of_windows
+from geomstats_lm.window_states import next_token_loss
 from tests.cube_samples import contents
 from tests.model_samples import random_windows, tiny_bert, tiny_gpt2
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from geomstats_lm import perturb
+from geomstats_lm import decompose, extract, perturb
 from geomstats_lm.cube import IncompleteError, SettingsError, has_leaf, open_leaf
 from geomstats_lm.models import parameter_checksum
-from tests.model_samples import tiny_gpt2
+from tests.model_samples import random_windows, tiny_gpt2
 
 ASK = {"function_class": "mean", "n_single": 3, "batch_size": 1, "progress": False}
 
@@ -152,3 +152,12 @@ def test_windows_that_are_not_whole_are_refused(gpt2) -> None:
     lm, parts, _ = gpt2
     with pytest.raises(ValueError, match="39 tokens are not whole windows of 8"):
         perturb(lm, parts.isel(token=slice(1, None)), **ASK)
+
+
+def test_cubes_with_tokens_left_out_are_refused_before_anything_is_computed(monkeypatch) -> None:
+    lm = tiny_gpt2()
+    cube = extract(lm, random_windows(), tokens="position != 5", progress=False)
+    parts = decompose(cube.chunk(), ["mean"], k=4)
+    monkeypatch.setattr(xr.Dataset, "load", lambda self: pytest.fail("something was computed"))
+    with pytest.raises(ValueError, match=r"28 tokens are not whole windows.*without tokens="):
+        perturb(lm, parts, function_class="mean", progress=False)

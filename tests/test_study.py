@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from geomstats_lm import open_study, run_study
 from geomstats_lm.cli import app
+from geomstats_lm.cube import has_leaf, open_leaf
 from geomstats_lm.declaration import StudyError, read_study
 from tests.text_samples import STORIES, VOCABULARY, character_tokenizer
 
@@ -254,6 +255,25 @@ def test_verbs_as_commands_do_what_the_study_does(made: Path) -> None:
         assert wrong.exit_code != 0 and option in str(wrong.exception)
     wrong = runner.invoke(app, ["geometry", "--store", str(store), "--model", "none"])
     assert wrong.exit_code != 0 and "no model none" in str(wrong.exception)
+
+
+def test_processes_with_a_part_each_fill_one_store(made: Path) -> None:
+    runner, store = CliRunner(), made / "in_parts.zarr"
+    words = [
+        "extract", str(made / "tiny"), str(made / "text.jsonl"), "--length", "16", "--reference",
+        "20", "--evaluation", "12", "--layers", "0,2,3", "--tokens", "position > 0", "-q",
+    ]  # fmt: skip
+    for part, complete in (("2/2", False), ("1/2", True)):
+        result = runner.invoke(app, [*words, "--part", part, "--store", str(store)])
+        assert result.exit_code == 0, (result.output, result.exception)
+        assert has_leaf(store, "tiny", "activations") == complete
+    leaf = open_leaf(store, "tiny", "activations")
+    assert leaf.layer.values.tolist() == [0, 2, 3] and leaf.sizes["token"] == 32 * 15
+    for part in ("2", "2/", "a/b", "1,2"):
+        wrong = runner.invoke(app, [*words, "--part", part, "--store", str(store)])
+        assert f"--part {part!r}: accepted is i/n" in str(wrong.exception)
+    every = runner.invoke(app, [*words, "--every", "2", "--store", str(store)])
+    assert "layers and every" in str(every.exception)
 
 
 def test_every_command_has_help_with_an_example() -> None:

@@ -28,11 +28,12 @@ sys.path.insert(0, str(ROOT))
 CLOCKS = {"wall": time.perf_counter, "CPU": time.process_time}
 
 
-def medians(tasks: dict, repeats: int, clock: str = "wall") -> dict:
+def medians(tasks: dict, repeats: int, clock: str = "wall", before=lambda: None) -> dict:
     """Median seconds of each task, run in turn; on a shared machine CPU seconds say more."""
     seconds: dict = {name: [] for name in tasks}
     for _ in range(repeats):
         for name, task in tasks.items():
+            before()
             start = CLOCKS[clock]()
             task()
             seconds[name].append(CLOCKS[clock]() - start)
@@ -124,7 +125,7 @@ print(json.dumps([seconds, (peak - before) / 1024]))
 def loop(args) -> None:
     """Against output_hidden_states, a list, and np.save: tokens per second and peak memory."""
     found: dict[bool, list] = {True: [], False: []}
-    for _ in range(args.repeats, args.clock):
+    for _ in range(args.repeats):
         for ours in (True, False):
             code = LOOP.format(
                 root=str(ROOT), model=args.model, tokens=args.tokens, length=args.length,
@@ -143,7 +144,11 @@ def loop(args) -> None:
 
 
 def disk(args) -> None:
-    """Write and read a leaf against tofile and fromfile of the same bytes in the same shapes."""
+    """Write and read a leaf against tofile and fromfile of the same bytes in the same shapes.
+
+    Both write new files, some seconds after the old ones went: a virtual machine hands freed
+    memory back to its host by then, and memory taken anew costs five times what is still there.
+    """
     import dask
     import dask.array as da
     import xarray as xr
@@ -162,6 +167,11 @@ def disk(args) -> None:
     blocks = list(made.hidden.data.to_delayed().ravel())  # both sides take them from dask
     files = [folder / f"{number}.bin" for number in range(len(blocks))]
 
+    def removed():
+        shutil.rmtree(folder)
+        folder.mkdir()
+        time.sleep(4)
+
     def to_files():
         dask.compute(*[dask.delayed(_tofile)(block, file) for block, file in zip(blocks, files)])
 
@@ -169,8 +179,7 @@ def disk(args) -> None:
         return dask.compute(*[dask.delayed(_fromfile)(file) for file in files])
 
     def to_store():
-        write_leaf(made, folder / "study", "m", "activations", settings={}, overwrite=True,
-                   progress=False)  # fmt: skip
+        write_leaf(made, folder / "study", "m", "activations", settings={}, progress=False)
 
     def from_store():
         leaf = open_leaf(folder / "study", "m", "activations")
@@ -179,11 +188,12 @@ def disk(args) -> None:
 
     for scheduler in ("sync", "threads"):
         with dask.config.set(scheduler=scheduler):
-            to_files(), to_store()
+            removed(), to_files(), to_store()
             seconds = medians(
-                {"tofile": to_files, "write": to_store, "fromfile": from_files, "read": from_store},
-                args.repeats,
-                args.clock,
+                {"fromfile": from_files, "read": from_store}, args.repeats, args.clock
+            )
+            seconds |= medians(
+                {"tofile": to_files, "write": to_store}, args.repeats, args.clock, removed
             )
         gigabytes = values.nbytes / 1e9
         print(
@@ -263,7 +273,7 @@ def large(args) -> None:
     n_layers, dim, length = 13, 768, 128
     n_windows = int(args.gigabytes * 1e9 / (n_layers * dim * 4 * length))
     n_tokens, run = n_windows * length, 32 * length
-    n_reference = min(args.reference, n_windows // 2) * length
+    n_reference = min(args.reference, n_windows - 1) * length
     directions = np.random.default_rng(0).normal(size=(8, dim)).astype(np.float32)
 
     def states(block_info=None):
@@ -302,8 +312,8 @@ def large(args) -> None:
         node = open_study(folder / "study")["m"]
         start = time.perf_counter()
         parts = decompose(
-            node, classes=["diagonal"], store=folder / "study" if args.keep else None,
-            **({"progress": False}),
+            node, classes=["diagonal"], reference=args.cap, progress=False,
+            store=folder / "study" if args.keep else None,
         )  # fmt: skip
         told("decomposed" if args.keep else "decomposition declared", start)
         start = time.perf_counter()
@@ -330,6 +340,7 @@ def main() -> None:
     parser.add_argument("--clock", choices=list(CLOCKS), default="wall")
     parser.add_argument("--gigabytes", type=float, default=12.0)
     parser.add_argument("--reference", type=int, default=120, help="windows, for large")
+    parser.add_argument("--cap", type=int, help="most reference tokens to use, for large")
     parser.add_argument("--keep", action="store_true", help="store the decomposition, for large")
     parser.add_argument("--folder", default=None, help="where to write")
     args = parser.parse_args()
