@@ -300,7 +300,9 @@ def tridiagonal_vectors(diagonal, side, values, vectors):  # type: ignore[no-unt
                 a = a_next - shares[i] * b
                 b = b_next
         pivots[n - 1] = a if abs(a) >= least else least
-        second[n - 1] = third[n - 1] = third[n - 2] = 0.0 if n > 1 else 0.0
+        second[n - 1] = third[n - 1] = 0.0
+        if n > 1:
+            third[n - 2] = 0.0
         for i in range(n):
             pivots[i] = 1 / pivots[i]
             seed = (1103515245 * seed + 12345) % 2147483648
