@@ -226,9 +226,10 @@ once, from at most {card["context"]} tokens of its own document. The trigram alw
     python data/model_card.py {card["name"].replace("-step", " --step ")}
 
 Seed {card["seed"]}, one thread, {card["products"]} matrix products, Muon for matrices inside the
-blocks and AdamW for the rest, step size to zero over the second half. `learning_curve.csv` holds the course of
-it: its training loss is a running mean over batches, its held-out loss that of every fourth
-held-out document. Threads and versions move the last digits; a new run is as good, not the same.
+blocks and AdamW for the rest, step size to zero over the second half. `learning_curve.csv` holds
+the course of it: its training loss is a running mean over batches, its held-out loss that of every
+fourth held-out document. Threads and versions move the last digits; a new run is as good, not the
+same.
 {note}
 Text: State of the Union addresses (public domain), Shakespeare and Milton (CC BY 2.5, Open
 Knowledge Foundation), the King James Bible (public domain); see `data/README.md`. Weights: MIT, as

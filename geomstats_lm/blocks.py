@@ -228,7 +228,7 @@ def apply_head(lm: LanguageModel, final: torch.Tensor) -> torch.Tensor:
     # the logits are applied as it applies them.
     with ExitStack() as stack:
         for block, rest in zip(lm.blocks, lm.block_rest):
-            stack.enter_context(_skipped(block, rest, None))
+            stack.enter_context(skipped(block, rest, None))
         stack.enter_context(_before_head(lm, exchange))
         return lm.model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=lm.device)).logits[0]
 
@@ -246,7 +246,7 @@ def _resumed(
     with ExitStack() as stack:
         for index in range(layer):
             given = state if index == layer - 1 else None
-            stack.enter_context(_skipped(lm.blocks[index], lm.block_rest[index], given))
+            stack.enter_context(skipped(lm.blocks[index], lm.block_rest[index], given))
         yield input_ids.to(lm.device)
 
 
@@ -393,7 +393,7 @@ def _take(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _skipped(
+def skipped(
     block: nn.Module, rest: tuple[Any, ...] | None, given: torch.Tensor | None
 ) -> Iterator[None]:
     """Within, the block returns ``given``, or its own input, without computing anything."""

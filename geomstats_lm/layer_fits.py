@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numba import njit
 
 from geomstats_lm import global_fits, self_only
 from geomstats_lm.class_labels import ridge_of
@@ -22,7 +23,7 @@ from geomstats_lm.layer_maps import (
     norms,
     predict,
 )
-from geomstats_lm.neighbours import half_squared_norms, search_space, to_search_space
+from geomstats_lm.neighbours import half_squared_norms, row_squares, search_space, to_search_space
 
 MASSIVE = 5.0  # times the layer's median norm
 
@@ -88,15 +89,17 @@ def prepare(
     """
     largest_before = _largest(np.concatenate(norms_before))
     largest_after = _largest(np.concatenate(norms_after))
-    before = np.concatenate(blocks_before)
-    after = np.concatenate(blocks_after)
-    own_before, own_after = norms(before), norms(after)
+    # float16 and other storage formats first become float32: every pass below is compiled
+    before, after = (
+        np.concatenate(blocks).astype(np.float32, copy=False)
+        for blocks in (blocks_before, blocks_after)
+    )
+    own_before, own_after = np.sqrt(row_squares(before)), np.sqrt(row_squares(after))
     if not (np.isfinite(own_before).all() and np.isfinite(own_after).all()):
         raise ValueError(f"layer {layer}: reference states hold values that are not finite")
     usable = (own_before <= largest_before) & (own_after <= largest_after)
     if not usable.all():
         before, after = before[usable], after[usable]
-    before, after = before.astype(np.float32, copy=False), after.astype(np.float32, copy=False)
     if len(before) < plan.largest_k:
         raise ValueError(
             f"layer {layer}: k={plan.largest_k}, but {len(before)} reference tokens are left "
@@ -105,7 +108,7 @@ def prepare(
     update = after - before
     summaries: dict[str, Any] = {
         "reference_update_mean": _float32_mean(update),
-        "reference_state_sd": after.std(0, dtype=np.float64).astype(np.float32),
+        "reference_state_sd": _column_sd(after),
         "reference_norm_median": np.float32(np.median(own_after[usable])),
         "n_reference": np.int64(len(before)),
         "n_reference_excluded_massive": np.int64((~usable).sum()),
@@ -219,4 +222,21 @@ def _largest(values: np.ndarray) -> float:
 
 
 def _float32_mean(values: np.ndarray) -> np.ndarray:
-    return values.mean(0, dtype=np.float64).astype(np.float32)
+    return (_column_sums(values, np.zeros(values.shape[1]), False) / len(values)).astype(np.float32)
+
+
+def _column_sd(values: np.ndarray) -> np.ndarray:
+    mean = _column_sums(values, np.zeros(values.shape[1]), False) / len(values)
+    return np.sqrt(_column_sums(values, mean, True) / len(values)).astype(np.float32)
+
+
+@njit(nogil=True, cache=True)
+def _column_sums(values, centre, squared):  # type: ignore[no-untyped-def]
+    """Sums over rows of values - centre, or of their squares, in float64."""
+    total = np.zeros(values.shape[1])
+    for i in range(values.shape[0]):
+        row = values[i]
+        for p in range(values.shape[1]):
+            value = np.float64(row[p]) - centre[p]
+            total[p] += value * value if squared else value
+    return total

@@ -1,55 +1,83 @@
 """Which small dense operations does a fit of one token need, all within the cache?
 
-Gram matrices ``X X'`` of k rows in 4 x 4 tiles, ``K = L L'`` for positive semidefinite K, its
-solves, and ``K = W' diag(v) W`` by Householder reduction and implicit QL.
+Gram matrices ``X X'`` of k rows in tiles that fit the registers, and ``K = L L'`` for positive
+semidefinite K, with ``L^-1`` and a solution of ``L y = b`` on the way.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
 
 FAST = {"nsz", "nnan", "ninf", "reassoc", "contract", "arcp"}
+LINE = 16  # float32 values in a line of the cache
+
+
+@intrinsic
+def prefetch(typing_context: Any, array: Any, row: Any, column: Any) -> Any:  # pragma: no cover
+    """Ask for the cache line of ``array[row, column]`` before it is needed."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        source = context.make_array(signature.args[0])(context, builder, arguments[0])
+        width = builder.extract_value(source.shape, 1)
+        entry = builder.add(builder.mul(arguments[1], width), arguments[2])
+        pointer = builder.gep(source.data, [entry])
+        pointer = builder.bitcast(pointer, ir.IntType(8).as_pointer())
+        integer = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [pointer.type, integer, integer, integer])
+        call = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], kind)
+        # to read, into the second-level cache, as data
+        builder.call(call, [pointer, integer(0), integer(2), integer(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.intp), generate
+
+
+@njit(nogil=True, cache=True)
+def prefetch_row(array, row):  # type: ignore[no-untyped-def]
+    for p in range(0, array.shape[1], LINE):
+        prefetch(array, row, p)
 
 
 @njit(nogil=True, cache=True, fastmath=FAST)
-def half_gram(X, gram):  # type: ignore[no-untyped-def]
-    """Lower 4 x 4 tiles of X X': sixteen sums at once keep the multiply-add units busy."""
+def half_gram(X, gram, next_array, next_rows, other_array, other_rows):  # type: ignore[no-untyped-def]
+    """X X' on and below the diagonal, by 4 x 2 tiles: eight sums and six rows in registers.
+
+    Every tile also asks for one of ``next_rows`` of ``next_array``, then of the others, so that
+    memory works while the arithmetic does.
+    """
     rows, d = X.shape
+    tile = 0
     for i in range(0, rows, 4):
         a0, a1, a2, a3 = X[i], X[i + 1], X[i + 2], X[i + 3]
-        for j in range(0, i + 1, 4):
-            b0, b1, b2, b3 = X[j], X[j + 1], X[j + 2], X[j + 3]
-            s00 = s01 = s02 = s03 = np.float32(0)
-            s10 = s11 = s12 = s13 = np.float32(0)
-            s20 = s21 = s22 = s23 = np.float32(0)
-            s30 = s31 = s32 = s33 = np.float32(0)
+        for j in range(0, i + 4, 2):
+            if tile < next_rows.size:
+                prefetch_row(next_array, next_rows[tile])
+            elif tile - next_rows.size < other_rows.size:
+                prefetch_row(other_array, other_rows[tile - next_rows.size])
+            tile += 1
+            b0, b1 = X[j], X[j + 1]
+            s00 = s01 = s10 = s11 = np.float32(0)
+            s20 = s21 = s30 = s31 = np.float32(0)
             for p in range(d):
                 x0, x1, x2, x3 = a0[p], a1[p], a2[p], a3[p]
-                y0, y1, y2, y3 = b0[p], b1[p], b2[p], b3[p]
+                y0, y1 = b0[p], b1[p]
                 s00 += x0 * y0
                 s01 += x0 * y1
-                s02 += x0 * y2
-                s03 += x0 * y3
                 s10 += x1 * y0
                 s11 += x1 * y1
-                s12 += x1 * y2
-                s13 += x1 * y3
                 s20 += x2 * y0
                 s21 += x2 * y1
-                s22 += x2 * y2
-                s23 += x2 * y3
                 s30 += x3 * y0
                 s31 += x3 * y1
-                s32 += x3 * y2
-                s33 += x3 * y3
-            gram[i, j], gram[i, j + 1], gram[i, j + 2], gram[i, j + 3] = s00, s01, s02, s03
+            gram[i, j], gram[i, j + 1] = s00, s01
             gram[i + 1, j], gram[i + 1, j + 1] = s10, s11
-            gram[i + 1, j + 2], gram[i + 1, j + 3] = s12, s13
             gram[i + 2, j], gram[i + 2, j + 1] = s20, s21
-            gram[i + 2, j + 2], gram[i + 2, j + 3] = s22, s23
             gram[i + 3, j], gram[i + 3, j + 1] = s30, s31
-            gram[i + 3, j + 2], gram[i + 3, j + 3] = s32, s33
 
 
 @njit(nogil=True, cache=True, fastmath=FAST)
@@ -87,211 +115,125 @@ def dot_double(a, b):  # type: ignore[no-untyped-def]
     return total
 
 
-@njit(nogil=True, cache=True, fastmath=FAST)
-def cholesky(matrix, lower, tolerance):  # type: ignore[no-untyped-def]
-    """Lower factor, its diagonal inverted; a pivot under tolerance x diagonal drops its column.
+@njit(nogil=True, cache=True, fastmath=FAST, error_model="numpy")
+def eliminate(matrix, vector, tolerance):  # type: ignore[no-untyped-def]
+    """Factorize K = L L' in place, with L^-1 b and the trace of (L L')^-1 = ||L^-1||^2.
 
-    A dropped column is zero and so is its inverted diagonal, which makes the triangular solves
-    those of the rows that are kept.
+    Parameters
+    ----------
+    matrix : (k, k) float64, k a multiple of 4
+        K, of which the upper half counts.  Then L' above the diagonal and L^-1 on and below it.
+    vector : (k,) float64
+        b, then L^-1 b.
+    tolerance : float
+        A pivot under tolerance x diagonal drops its row and column: L^-1 has zeros there, which
+        makes every solve that of the rows that are kept.  Rows of zeros are dropped so, too.
     """
-    k = matrix.shape[0]
-    for j in range(k):
-        pivot = matrix[j, j]
-        for p in range(j):
-            pivot -= lower[j, p] * lower[j, p]
-        inverse = 1 / np.sqrt(pivot) if pivot > max(tolerance * matrix[j, j], 0.0) else 0.0
-        lower[j, j] = inverse
-        for i in range(j + 1, k):
-            value = matrix[i, j]
-            for p in range(j):
-                value -= lower[i, p] * lower[j, p]
-            lower[i, j] = value * inverse
-
-
-@njit(nogil=True, cache=True, fastmath=FAST)
-def solve_cholesky(lower, vector):  # type: ignore[no-untyped-def]
-    """Solve L L' w = vector in place, L as :func:`cholesky` leaves it."""
     k = vector.size
-    for i in range(k):
-        value = vector[i]
-        for p in range(i):
-            value -= lower[i, p] * vector[p]
-        vector[i] = value * lower[i, i]
-    for i in range(k - 1, -1, -1):
-        value = vector[i] * lower[i, i]
-        vector[i] = value
-        for p in range(i):
-            vector[p] -= lower[i, p] * value
+    least = np.empty(k)
+    for j in range(k):
+        least[j] = max(tolerance * matrix[j, j], 0.0)
+    for first in range(0, k, 4):
+        # Rows that are done hold L^-1 left of the diagonal and L' right of it, so that one
+        # operation on whole rows updates both.
+        for j in range(first, first + 4):
+            row = matrix[j]
+            pivot = row[j]
+            inverse = 1 / np.sqrt(pivot) if pivot > least[j] else 0.0
+            row[j] = 1.0
+            for p in range(k):
+                row[p] *= inverse
+            vector[j] *= inverse
+            for i in range(j + 1, first + 4):
+                below = matrix[i]
+                share = row[i]
+                below[j] = 0.0
+                for p in range(k):
+                    below[p] -= share * row[p]
+                vector[i] -= share * vector[j]
+        row_a, row_b = matrix[first], matrix[first + 1]
+        row_c, row_d = matrix[first + 2], matrix[first + 3]
+        y_a, y_b, y_c, y_d = vector[first], vector[first + 1], vector[first + 2], vector[first + 3]
+        # L' among the four themselves is no part of what they do to the rows below
+        ab, ac, ad = row_a[first + 1], row_a[first + 2], row_a[first + 3]
+        bc, bd, cd = row_b[first + 2], row_b[first + 3], row_c[first + 3]
+        row_a[first + 1] = row_a[first + 2] = row_a[first + 3] = 0.0
+        row_b[first + 2] = row_b[first + 3] = row_c[first + 3] = 0.0
+        for i in range(first + 4, k):
+            below = matrix[i]
+            a, b, c, d = row_a[i], row_b[i], row_c[i], row_d[i]
+            for p in range(first, first + 4):
+                below[p] = 0.0
+            for p in range(k):
+                below[p] -= a * row_a[p] + b * row_b[p] + c * row_c[p] + d * row_d[p]
+            vector[i] -= a * y_a + b * y_b + c * y_c + d * y_d
+        row_a[first + 1], row_a[first + 2], row_a[first + 3] = ab, ac, ad
+        row_b[first + 2], row_b[first + 3], row_c[first + 3] = bc, bd, cd
 
 
 @njit(nogil=True, cache=True, fastmath=FAST)
-def inverse_trace(lower, inverse):  # type: ignore[no-untyped-def]
-    """tr((L L')^-1) = ||L^-1||^2, with L^-1 left in ``inverse``."""
-    k = lower.shape[0]
+def apply_transposed_inverse(factor, vector, out):  # type: ignore[no-untyped-def]
+    """out = L^-T v; returns ||L^-1||^2."""
+    k = vector.size
     total = 0.0
-    for i in range(k):
-        row = inverse[i]
-        for p in range(k):
-            row[p] = 0.0
-        row[i] = 1.0
-        for j in range(i):
-            share = lower[i, j]
-            before = inverse[j]
-            for p in range(k):
-                row[p] -= share * before[p]
-        scale = lower[i, i]
-        for p in range(k):
-            row[p] *= scale
+    for p in range(k):
+        out[p] = 0.0
+    for j in range(k):
+        row, share = factor[j], vector[j]
+        for p in range(j + 1):
+            out[p] += share * row[p]
             total += row[p] * row[p]
     return total
 
 
-@njit(nogil=True, cache=True, fastmath=FAST)
-def add_outer_products(rows, scales, out):  # type: ignore[no-untyped-def]
-    """out += sum_p scale_p row_p row_p', with full rows."""
-    k = out.shape[0]
-    for p in range(rows.shape[0]):
-        row = rows[p]
-        for i in range(k):
-            share = scales[p] * row[i]
-            into = out[i]
-            for m in range(k):
-                into[m] += share * row[m]
-
-
-@njit(nogil=True, cache=True, fastmath=FAST)
-def multiply(a, b, out):  # type: ignore[no-untyped-def]
-    """out = a b for square matrices, one row of b after the other."""
-    k = out.shape[0]
+@njit(nogil=True, cache=True, error_model="numpy")
+def split_factor(factor, inverse, transposed):  # type: ignore[no-untyped-def]
+    """L^-1 and L' as matrices of their own, with zeros where they have none."""
+    k = factor.shape[0]
     for i in range(k):
-        into = out[i]
-        for m in range(k):
-            into[m] = 0.0
         for p in range(k):
-            share = a[i, p]
-            row = b[p]
-            for m in range(k):
-                into[m] += share * row[m]
+            inverse[i, p] = factor[i, p] if p <= i else 0.0
+            transposed[i, p] = factor[i, p] if p > i else 0.0
+        if factor[i, i] > 0:
+            transposed[i, i] = 1 / factor[i, i]
 
 
 @njit(nogil=True, cache=True)
-def positive_pivots(lower):  # type: ignore[no-untyped-def]
-    count = 0
-    for j in range(lower.shape[0]):
-        count += lower[j, j] > 0
-    return count
+def transpose(matrix, out):  # type: ignore[no-untyped-def]
+    for i in range(matrix.shape[0]):
+        for p in range(matrix.shape[0]):
+            out[p, i] = matrix[i, p]
 
 
 @njit(nogil=True, cache=True, fastmath=FAST)
-def symmetric_eigen(matrix, values, vectors):  # type: ignore[no-untyped-def]
-    """Eigenvalues (unordered) and eigenvectors as columns; ``matrix`` (k, k) is overwritten.
+def multiply_transposed(a, b, out):  # type: ignore[no-untyped-def]
+    """out = a b' for square matrices of a size that is a multiple of 4."""
+    k = out.shape[0]
+    for i in range(0, k, 4):
+        a0, a1, a2, a3 = a[i], a[i + 1], a[i + 2], a[i + 3]
+        for j in range(0, k, 2):
+            b0, b1 = b[j], b[j + 1]
+            s00 = s01 = s10 = s11 = s20 = s21 = s30 = s31 = 0.0
+            for p in range(k):
+                x0, x1, x2, x3 = a0[p], a1[p], a2[p], a3[p]
+                y0, y1 = b0[p], b1[p]
+                s00 += x0 * y0
+                s01 += x0 * y1
+                s10 += x1 * y0
+                s11 += x1 * y1
+                s20 += x2 * y0
+                s21 += x2 * y1
+                s30 += x3 * y0
+                s31 += x3 * y1
+            out[i, j], out[i, j + 1] = s00, s01
+            out[i + 1, j], out[i + 1, j + 1] = s10, s11
+            out[i + 2, j], out[i + 2, j + 1] = s20, s21
+            out[i + 3, j], out[i + 3, j + 1] = s30, s31
 
-    Loops run over whole rows even where the leading entries are zero: short loops of varying
-    length cost more than the multiplications by zero.
-    """
-    n = values.size
-    reflectors = np.zeros((n, n))
-    rotated = np.zeros((n, n))
-    beta = np.zeros(n)
-    side = np.zeros(n)
-    update = np.zeros(n)
-    for j in range(n - 2):
-        v = reflectors[j]
-        norm = 0.0
-        for p in range(j + 1, n):
-            v[p] = matrix[j, p]
-            norm += v[p] * v[p]
-        norm = np.sqrt(norm)
-        if norm < 1e-140:  # its square would leave the range of a double
-            continue
-        side[j] = -norm if v[j + 1] > 0 else norm
-        beta[j] = 1 / (norm * (norm + abs(v[j + 1])))
-        v[j + 1] -= side[j]
-        inner = 0.0
-        update[j] = 0.0
-        for i in range(j + 1, n):
-            total = 0.0
-            row = matrix[i]
-            for p in range(n):
-                total += row[p] * v[p]
-            update[i] = beta[j] * total
-            inner += update[i] * v[i]
-        half = 0.5 * beta[j] * inner
-        for p in range(n):
-            update[p] -= half * v[p]
-        for i in range(j + 1, n):
-            row = matrix[i]
-            a, b = v[i], update[i]
-            for p in range(n):
-                row[p] -= a * update[p] + b * v[p]
-    if n > 1:
-        side[n - 2] = matrix[n - 2, n - 1]
-    for i in range(n):
-        values[i] = matrix[i, i]
-        rotated[i, i] = 1.0
-    largest = 0.0
-    for i in range(n):
-        largest = max(largest, abs(values[i]) + abs(side[i]))
-    # implicit QL; eigenvectors are rows here, so that every rotation runs over memory
-    for first in range(n):
-        for _ in range(60):
-            last = first
-            while last < n - 1:
-                scale = abs(values[last]) + abs(values[last + 1])
-                if abs(side[last]) <= 1e-16 * scale + 1e-17 * largest:
-                    break
-                last += 1
-            if last == first:
-                break
-            g = (values[first + 1] - values[first]) / (2 * side[first])
-            r = np.sqrt(g * g + 1)
-            g = values[last] - values[first] + side[first] / (g + (r if g >= 0 else -r))
-            s = c = 1.0
-            shift = 0.0
-            stopped = False
-            for i in range(last - 1, first - 1, -1):
-                f = s * side[i]
-                b = c * side[i]
-                r = np.sqrt(f * f + g * g)
-                side[i + 1] = r
-                if r == 0:
-                    values[i + 1] -= shift
-                    side[last] = 0
-                    stopped = True
-                    break
-                inverse = 1 / r
-                s = f * inverse
-                c = g * inverse
-                g = values[i + 1] - shift
-                r = (values[i] - g) * s + 2 * c * b
-                shift = s * r
-                values[i + 1] = g + shift
-                g = c * r - b
-                upper, under = rotated[i], rotated[i + 1]
-                for p in range(n):
-                    f = under[p]
-                    under[p] = s * upper[p] + c * f
-                    upper[p] = c * upper[p] - s * f
-            if stopped:
-                continue
-            values[first] -= shift
-            side[first] = g
-            side[last] = 0
-    for i in range(n):
-        for p in range(n):
-            vectors[i, p] = rotated[p, i]
-    # back through the reflectors, all eigenvectors at once
-    for j in range(n - 3, -1, -1):
-        if beta[j] == 0:
-            continue
-        v = reflectors[j]
-        for p in range(n):
-            update[p] = 0.0
-        for i in range(j + 1, n):
-            share = beta[j] * v[i]
-            for p in range(n):
-                update[p] += share * vectors[i, p]
-        for i in range(j + 1, n):
-            share = v[i]
-            for p in range(n):
-                vectors[i, p] -= share * update[p]
+
+@njit(nogil=True, cache=True)
+def positive_pivots(factor):  # type: ignore[no-untyped-def]
+    count = 0
+    for j in range(factor.shape[0]):
+        count += factor[j, j] > 0
+    return count

@@ -12,13 +12,12 @@ from numba import njit
 
 from geomstats_lm.linear_kernels import (
     FAST,
-    cholesky,
+    apply_transposed_inverse,
     dot_double,
     double_gram,
+    eliminate,
     half_gram,
-    inverse_trace,
     positive_pivots,
-    solve_cholesky,
 )
 from geomstats_lm.spectral_kernels import low_rank_combination
 
@@ -81,21 +80,22 @@ def fit_neighbourhoods(  # type: ignore[no-untyped-def]
     target_mean = np.empty(d, dtype=np.float32)
     gram = np.zeros((padded, padded), dtype=np.float64)
     precise = k > d  # K is singular then, and rounding must not fill its null space
-    system = np.empty((k, k), dtype=np.float64)
-    lower = np.zeros((n_factors, k, k), dtype=np.float64)
-    solution = np.zeros((n_factors, k), dtype=np.float64)
+    systems = np.zeros((n_factors, padded, padded), dtype=np.float64)
+    right = np.zeros(padded, dtype=np.float64)
+    solution = np.zeros((n_factors, padded), dtype=np.float64)
     penalty = np.zeros(n_factors, dtype=np.float64)
     trace_df = np.zeros(n_factors, dtype=np.float64)
-    along_query = np.zeros(k, dtype=np.float64)
-    along_mean = np.zeros(k, dtype=np.float64)
-    root = np.ones(k, dtype=np.float32)
-    combination = np.zeros((n_classes, k), dtype=np.float32)
+    along_query = np.zeros(padded, dtype=np.float64)
+    along_mean = np.zeros(padded, dtype=np.float64)
+    root = np.zeros(padded, dtype=np.float32)
+    combination = np.zeros((n_classes, padded), dtype=np.float32)
     want_df = effective_df.size > 0
+    nothing = neighbours[0, :0]
     if spectral is not None:
         target_rows = np.zeros((padded, d), dtype=np.float32)
-        target_gram = np.zeros((padded, padded), dtype=np.float32)
-        work = np.zeros((4, k, k), dtype=np.float64)
-        weighted = np.zeros(k, dtype=np.float64)
+        target_gram = np.zeros((padded, padded), dtype=np.float64)
+        work = np.zeros((4, padded, padded), dtype=np.float64)
+        weighted = np.zeros(padded, dtype=np.float64)
     for i in range(n):
         # 1. gather, and centre on the neighbours' own mean: differences of near states are exact
         for p in range(d):
@@ -103,8 +103,9 @@ def fit_neighbourhoods(  # type: ignore[no-untyped-def]
         for j in range(k):
             row = states[neighbours[i, j]]
             share = weights[i, j]
+            own_row = X[j]
             for p in range(d):
-                X[j, p] = row[p]
+                own_row[p] = row[p]
                 mean[p] += share * row[p]
         mean_square = 0.0
         mean_offset = 0.0
@@ -131,39 +132,43 @@ def fit_neighbourhoods(  # type: ignore[no-untyped-def]
             along_mean[j] = dot_double(row, raw_mean) if precise else np.float64(b)
             trace += np.float64(own)
         # 2. one half Gram serves every system
+        following = neighbours[i + 1] if i + 1 < n else nothing
         if n_factors > 0:
             if precise:
                 double_gram(X, X, gram, True)
             else:
-                half_gram(X, gram)
+                half_gram(X, gram, targets, neighbours[i], states, following)
         raw_trace = trace
         for j in range(k):
             raw_trace += root[j] * (2 * along_mean[j] + root[j] * mean_square)
         # 3. factorize and solve each distinct system
         for f in range(n_factors):
             centred = factor_centred[f]
-            for a_row in range(k):
+            system = systems[f]
+            for a_row in range(padded):
                 line, source = system[a_row], gram[a_row]
                 if centred:
-                    for b_row in range(k):
+                    for b_row in range(padded):
                         line[b_row] = source[b_row]
-                    solution[f, a_row] = along_query[a_row]
+                    right[a_row] = along_query[a_row]
                     continue
                 # X = centred X + root mean', so that nothing large is ever subtracted
                 scale, shift = root[a_row], along_mean[a_row] + root[a_row] * mean_square
-                for b_row in range(k):
+                for b_row in range(padded):
                     line[b_row] = source[b_row] + scale * along_mean[b_row] + shift * root[b_row]
-                solution[f, a_row] = along_query[a_row] + shift + scale * mean_offset
+                right[a_row] = along_query[a_row] + shift + scale * mean_offset
+            for a_row in range(k):  # the factorization reads the upper half
+                for b_row in range(a_row):
+                    system[b_row, a_row] = system[a_row, b_row]
             penalty[f] = factor_ridge[f] * (trace if centred else raw_trace) / min(k, d)
             penalty[f] += 1e-6 * mean_square
             for a_row in range(k):
                 system[a_row, a_row] += penalty[f]
-            cholesky(system, lower[f], 1e-13)
-            solve_cholesky(lower[f], solution[f])
-            if want_df:
-                trace_df[f] = k - penalty[f] * inverse_trace(lower[f], system)
-                if penalty[f] <= 0:
-                    trace_df[f] = positive_pivots(lower[f])
+            eliminate(system, right, 1e-13)
+            inverse_trace = apply_transposed_inverse(system, right, solution[f])
+            trace_df[f] = k - penalty[f] * inverse_trace
+            if penalty[f] <= 0:
+                trace_df[f] = positive_pivots(system)
         # 4. each class as weights on the k targets
         for c in range(n_classes):
             f = factors[c]
@@ -187,26 +192,18 @@ def fit_neighbourhoods(  # type: ignore[no-untyped-def]
                 row = targets[neighbours[i, j]]
                 for p in range(d):
                     target_rows[j, p] = root[j] * row[p]
-            half_gram(target_rows, target_gram)
+            half_gram(target_rows, target_gram, targets, nothing, targets, nothing)
             for c in range(n_classes):
                 if kinds[c] == LOW_RANK:
                     f = factors[c]
                     rank = min(ranks[c], k)
                     low_rank_combination(
-                        target_gram, lower[f], penalty[f], solution[f], rank, work, weighted
+                        target_gram, systems[f], penalty[f], solution[f], rank, work, weighted
                     )
                     for j in range(k):
                         combination[c, j] = root[j] * weighted[j]
         for c in range(n_classes):
-            for p in range(d):
-                predictions[c, i, p] = 0
-        for j in range(k):
-            row = targets[neighbours[i, j]]
-            for c in range(n_classes):
-                share = combination[c, j]
-                out = predictions[c, i]
-                for p in range(d):
-                    out[p] += share * row[p]
+            combine(targets, neighbours[i], combination[c], predictions[c, i])
         # 5. the classes that are no combination of targets, and what else is asked for
         for c in range(n_classes):
             if kinds[c] == DIAGONAL:
@@ -245,13 +242,31 @@ def fit_neighbourhoods(  # type: ignore[no-untyped-def]
                     effective_df[c, i] = rank * (trace_df[factors[c]] + d - rank) / d
             if reconstructions[c] >= 0:
                 out = reconstructed[reconstructions[c], i]
-                for p in range(d):
-                    out[p] = 0
+                combine(states, neighbours[i], combination[c], out)
+                total = 0.0
                 for j in range(k):
-                    share = combination[c, j]
-                    row = states[neighbours[i, j]]
-                    for p in range(d):
-                        out[p] += share * (row[p] + centre[p])
+                    total += combination[c, j]
+                for p in range(d):
+                    out[p] += np.float32(total) * centre[p]
+
+
+@njit(nogil=True, cache=True, fastmath=FAST)
+def combine(source, rows, shares, out):  # type: ignore[no-untyped-def]
+    """out = sum_j share_j source[row_j], four rows at a time."""
+    k, d = rows.size, out.size
+    for p in range(d):
+        out[p] = 0
+    whole = k // 4 * 4
+    for j in range(0, whole, 4):
+        a, b, c, e = shares[j], shares[j + 1], shares[j + 2], shares[j + 3]
+        row_a, row_b = source[rows[j]], source[rows[j + 1]]
+        row_c, row_d = source[rows[j + 2]], source[rows[j + 3]]
+        for p in range(d):
+            out[p] += a * row_a[p] + b * row_b[p] + (c * row_c[p] + e * row_d[p])
+    for j in range(whole, k):
+        share, row = shares[j], source[rows[j]]
+        for p in range(d):
+            out[p] += share * row[p]
 
 
 @njit(nogil=True, cache=True, fastmath=FAST)

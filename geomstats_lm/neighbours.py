@@ -209,7 +209,20 @@ def _nearest_compiled(
 
 def half_squared_norms(points: np.ndarray) -> np.ndarray:
     """|r|^2 / 2 of each row, shape (N,) float32."""
-    return (np.einsum("ij,ij->i", points, points, dtype=np.float64) / 2).astype(np.float32)
+    return (row_squares(np.ascontiguousarray(points)) / 2).astype(np.float32)
+
+
+@njit(nogil=True, cache=True, fastmath=FAST)
+def row_squares(points):  # type: ignore[no-untyped-def]
+    """|r|^2 of each row in float64, in one pass over memory."""
+    out = np.empty(points.shape[0])
+    for i in range(points.shape[0]):
+        row = points[i]
+        total = 0.0
+        for p in range(points.shape[1]):
+            total += np.float64(row[p]) * np.float64(row[p])
+        out[i] = total
+    return out
 
 
 @njit(nogil=True, cache=True, fastmath=FAST)

@@ -60,7 +60,7 @@ def run_block(model: Any, layer: int, states: np.ndarray, token_ids: np.ndarray)
 
 
 def _run(model: Any, layer: int, given: Any, ids: Any) -> np.ndarray:
-    from geomstats_lm.blocks import _skipped, state_of
+    from geomstats_lm.blocks import skipped, state_of
 
     dtype = next(model.model.parameters()).dtype
     given = given.to(model.device, dtype)
@@ -78,7 +78,7 @@ def _run(model: Any, layer: int, given: Any, ids: Any) -> np.ndarray:
     block = model.blocks[layer - 1]
     with ExitStack() as stack:
         for index in range(layer - 1):
-            stack.enter_context(_skipped(model.blocks[index], model.block_rest[index], None))
+            stack.enter_context(skipped(model.blocks[index], model.block_rest[index], None))
         stack.callback(block.register_forward_pre_hook(replace_input, with_kwargs=True).remove)
         stack.callback(block.register_forward_hook(stop).remove)
         with suppress(_DoneError):

@@ -2,17 +2,19 @@
 """How fast are neighbours, fits and the whole decomposition?  Medians of interleaved ratios.
 
     python tests/benchmarks/bench_decompose.py [neighbours] [fits] [whole] [--tokens 20000]
-    python tests/benchmarks/bench_decompose.py --dims 192 768 --repeats 5
+    python tests/benchmarks/bench_decompose.py sklearn dask memory --dims 768 --tokens 100000
 
 Every pair is timed in one process, turn by turn, in CPU seconds of the calling thread with one
-math thread, so that other work on the machine disturbs both sides alike.  faiss and scikit-learn
-are used where they are installed.
+math thread, so that other work on the machine disturbs both sides alike; the part dask is timed
+by the clock and needs two idle cores.  faiss and scikit-learn are used where they are installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +26,7 @@ sys.path.insert(0, os.getcwd())
 import dask
 import numpy as np
 import torch
+import xarray as xr
 
 from geomstats_lm.class_labels import parse_classes
 from geomstats_lm.decompose import decompose
@@ -167,30 +170,121 @@ def bench_fits(n_reference, d, repeats):
     )  # fmt: skip
 
 
-def bench_whole(n_reference, d, repeats):
-    window, n = 128, 2048
+@contextlib.contextmanager
+def stored(n_reference, d, n, n_layers=1):
+    """A folder with activations as a store, and a function that decomposes them into another."""
+    window = 128
     documents = (n_reference + n) // (2 * window)
     data = activations(
-        n_layers=1, dim=d, documents=documents, windows=2, window=window,
+        n_layers=n_layers, dim=d, documents=documents, windows=2, window=window,
         split=n_reference / (n_reference + n), vocabulary=1000, chunk_windows=8,
-    ).persist()  # fmt: skip
-    reference = data.isel(token=data["split"].values == 0)
-    evaluation = data.isel(token=data["split"].values == 1)
-    states = reference["hidden"].values[0, 0]
-    queries = evaluation["hidden"].values[0, 0]
-    centre = states.mean(0)
-    states, queries = states - centre, queries - centre
-    with tempfile.TemporaryDirectory() as folder, dask.config.set(scheduler="synchronous"):
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        data.to_zarr(f"{folder}/activations.zarr", zarr_format=3, consolidated=False)
+        yield folder, lambda: whole(folder)
 
-        def whole():
-            decompose(
-                data, ["linear"], store=f"{folder}/study.zarr", overwrite=True, progress=False
-            )
 
+def whole(folder):
+    data = xr.open_zarr(f"{folder}/activations.zarr", consolidated=False)
+    decompose(data, ["linear"], store=f"{folder}/study.zarr", overwrite=True, progress=False)
+
+
+def states_of(folder):
+    """Centred reference and evaluation states, of the tokens that the decomposition uses."""
+    data = xr.open_zarr(f"{folder}/activations.zarr", consolidated=False)
+    hidden, split = data["hidden"].values[0, 0], data["split"].values
+    usable = (split == 0) & (data["position"].values > 0)
+    centre = hidden[usable].mean(0)
+    return hidden[usable] - centre, hidden[split == 1] - centre
+
+
+def bench_whole(n_reference, d, repeats):
+    with (
+        stored(n_reference, d, 8192) as (folder, ours),
+        dask.config.set(scheduler="synchronous"),
+    ):
+        states, queries = states_of(folder)
         compare(
-            f"search alone / decompose end to end (linear), N={len(states)} d={d}", whole,
+            f"search alone / decompose end to end (linear), N={len(states)} d={d}", ours,
             lambda: nearest(queries, states, K), repeats, ">=0.71", (len(queries), len(queries)),
         )  # fmt: skip
+
+
+def bench_sklearn(n_reference, d, repeats):
+    try:
+        from sklearn.linear_model import Ridge
+        from sklearn.neighbors import NearestNeighbors
+    except ImportError:
+        print("scikit-learn is not installed: the whole is not compared with it")
+        return
+    some = 64
+    with (
+        stored(n_reference, d, 8192) as (folder, ours),
+        dask.config.set(scheduler="synchronous"),
+    ):
+        states, queries = states_of(folder)
+        search = NearestNeighbors(n_neighbors=K, algorithm="brute").fit(states)
+
+        def per_token():
+            rows = search.kneighbors(queries[:some], return_distance=False)
+            for i in range(some):
+                model = Ridge(alpha=1.0, fit_intercept=False)
+                near = states[rows[i]]
+                model.fit(near, near).predict(queries[i : i + 1])
+
+        compare(
+            f"NearestNeighbors + Ridge per token / decompose end to end, N={len(states)} d={d}",
+            ours, per_token, repeats, ">=50" if d >= 768 else "", (len(queries), some),
+        )  # fmt: skip
+
+
+def bench_dask(n_reference, d, repeats):
+    """By the clock: two workers against one, each with one thread, on four layers."""
+    from dask.distributed import Client, LocalCluster
+
+    with stored(n_reference, d, 8192, n_layers=4) as (_, ours):
+        seconds = {1: [], 2: []}
+        for _ in range(repeats):
+            for workers, own in seconds.items():
+                with (
+                    LocalCluster(
+                        n_workers=workers, threads_per_worker=1, dashboard_address=None
+                    ) as cluster,
+                    Client(cluster) as client,
+                ):
+                    client.run(lambda: __import__("geomstats_lm.layer_fits"))
+                    ours()  # compiled kernels are loaded
+                    start = time.perf_counter()
+                    ours()
+                    own.append(time.perf_counter() - start)
+        ratio = np.median(np.divide(seconds[1], seconds[2]))
+        print(
+            f"one dask worker / two, N={n_reference} d={d}, 4 layers {ratio:9.2f}   aim >=1.7"
+            f"   two {np.median(seconds[2]):.1f} s"
+        )
+
+
+MEASURE = """
+import resource, sys, dask
+from tests.benchmarks.bench_decompose import whole
+size = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+before = size()
+with dask.config.set(scheduler="synchronous"):
+    whole(sys.argv[1])
+print(size() - before)
+"""
+
+
+def bench_memory(n_reference, d, repeats):
+    """Peak of a process that does nothing else, above the imports, the references and a chunk."""
+    with stored(n_reference, d, 8192) as (folder, _):
+        command = [sys.executable, "-c", MEASURE, folder]
+        used = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    held = 2 * (n_reference + 8 * 128) * d * 4 / 2**30  # states before and after
+    print(
+        f"peak memory above references and a chunk, N={n_reference} d={d}: {used - held:.2f} GB"
+        f"   aim <=1.5   ({used:.2f} GB in all, {held:.2f} held)"
+    )
 
 
 def main():
