@@ -186,6 +186,13 @@ def measure(
     if space is not None:
         stacked.append((ENERGY_MEASURES, _energies(lazy, mean, space)))
 
+    # All classes of a run of tokens before the next run: their states are let go then.  Class by
+    # class, the sums over tokens would hold the states of a whole layer for the second class.
+    stacked = [
+        (names, v.chunk({"function_class": -1}) if "function_class" in v.dims else v)
+        for names, v in stacked
+    ]
+
     def named(masked: bool) -> dict[str, xr.DataArray]:
         # masked once for all, since every step costs the scheduler more than the arithmetic
         parts = [(names, v.where(usable) if masked else v) for names, v in stacked]
