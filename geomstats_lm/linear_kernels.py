@@ -40,7 +40,7 @@ def prefetch(typing_context: Any, array: Any, row: Any, column: Any) -> Any:  # 
 @njit(nogil=True, cache=True)
 def prefetch_row(array, row):  # type: ignore[no-untyped-def]
     for p in range(0, array.shape[1], LINE):
-        prefetch(array, row, p)
+        prefetch(array, row, p)  # type: ignore[call-arg]  # numba passes the typing context
 
 
 @njit(nogil=True, cache=True, fastmath=FAST)
