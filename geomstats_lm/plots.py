@@ -1,24 +1,51 @@
 """What do the answers look like?  One figure per question, observed beside forced.
 
-Colours are seaborn's colour-blind palette; line styles and markers tell classes apart in grey.
+Every function takes a result, a tidy frame or a Dataset and returns the Axes, or a Figure of
+several panels; nothing touches matplotlib's global state.  The rooms behind are
+``plots_geometry``, ``plots_damage``, ``plots_synthesis`` and ``token_strips``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import seaborn as sns
 import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from geomstats_lm.figure_style import layer_ticks, legend, name_axes, over_panels, styles
 from geomstats_lm.geometry import beside_forced
+from geomstats_lm.plots_damage import plot_capacity, plot_dose_response, plot_error_damage
+from geomstats_lm.plots_geometry import (
+    plot_alignment_heatmap,
+    plot_angles,
+    plot_layer_profile,
+    plot_subspace_energy,
+)
+from geomstats_lm.plots_synthesis import plot_forest, plot_funnel
+from geomstats_lm.token_strips import token_strip
 
-ONE_COLUMN, PANEL = (3.4, 2.6), (3.6, 3.0)
-MODES = {"single": "one position at a time", "all": "all positions at once"}
+__all__ = [
+    "damage_profile",
+    "layer_profile",
+    "plot_alignment",
+    "plot_alignment_heatmap",
+    "plot_angles",
+    "plot_capacity",
+    "plot_correlations",
+    "plot_dose_response",
+    "plot_error_damage",
+    "plot_forest",
+    "plot_funnel",
+    "plot_layer_profile",
+    "plot_profiles",
+    "plot_subspace_energy",
+    "study_figures",
+    "token_strip",
+]
 
 
 def study_figures(
@@ -102,23 +129,16 @@ def plot_profiles(
     Returns
     -------
     matplotlib.figure.Figure
+        Where a class fails badly at a layer, the axis ends at 0.3 below the 5 % quantile.
     """
-    figure, axes = _panels(frame, rows)
-    styles = _styles(frame["function_class"])
-    for (row, model), ax in axes.items():
-        part = frame[frame["model"] == model]
-        part = part[part[rows] == row] if rows else part
-        for name, group in part.groupby("function_class", sort=False):
-            if group[value].notna().any():
-                ax.plot(group["layer"], group[value], **styles[name], label=name)
+    columns = [c for c in (rows, "model") if c is not None]
+    kept = frame[[*columns, "layer", "function_class", value]]
+    figure = _figure(plot_layer_profile(kept, value, label=label))
+    low = np.nanpercentile(kept[value], 5) if kept[value].notna().any() else 0.0
+    for ax in figure.axes:
         if baseline is not None:
             ax.axhline(baseline, color="0.6", lw=1, zorder=0)
-        low = np.nanpercentile(part[value], 5) if part[value].notna().any() else 0.0
         ax.set_ylim(bottom=max(ax.get_ylim()[0], min(low, baseline or 0.0) - 0.3))
-        _name_axes(ax, model, part["layer"], label)
-        if rows:
-            ax.set_title(f"{model}: {MODES.get(str(row), row)}", fontsize=9)
-    _legend(figure, axes)
     return figure
 
 
@@ -139,23 +159,25 @@ def plot_alignment(frame: pd.DataFrame) -> Figure:
         "centred": ("cos_centred", "forced_cos_centred"),
     }
     long = pd.concat([frame.assign(kind=kind) for kind in kinds], ignore_index=True)
-    figure, axes = _panels(long, "kind")
-    styles = _styles(frame["function_class"])
-    for (kind, model), ax in axes.items():
-        observed, forced = kinds[str(kind)]
-        part = frame[frame["model"] == model]
+    looks = styles(frame["function_class"])
+
+    def draw(ax: Axes, part: pd.DataFrame) -> None:
+        kind = str(part["kind"].iloc[0])
+        observed, forced = kinds[kind]
         for name, group in part.groupby("function_class", sort=False):
             if group[observed].notna().any():
-                style = styles[name]
+                look = looks[name]
                 ax.plot(
-                    group["layer"], group[observed], ls="", marker=style["marker"], ms=5,
-                    color=style["color"], label=name,
+                    group["layer"], group[observed], ls="", marker=look["marker"], ms=5,
+                    color=look["color"], label=str(name),
                 )  # fmt: skip
-                ax.plot(group["layer"], group[forced], lw=0.9, ls="--", color=style["color"])
-        _name_axes(ax, model, part["layer"], f"cos(update, tokenwise), {kind}")
+                ax.plot(group["layer"], group[forced], lw=0.9, ls="--", color=look["color"])
+        layer_ticks(ax, part["layer"])
+        name_axes(ax, "layer", f"cos(update, tokenwise), {kind}")
         ax.set_ylim(top=1.03)
-    _legend(figure, axes, extra="dashed: forced by the residual's size")
-    return figure
+        legend(ax, "dashed: forced by the residual's size")
+
+    return _figure(over_panels(long, ["kind", "model"], None, draw))
 
 
 def plot_correlations(frame: pd.DataFrame) -> Figure:
@@ -171,14 +193,13 @@ def plot_correlations(frame: pd.DataFrame) -> Figure:
     -------
     matplotlib.figure.Figure
     """
-    figure, axes = _panels(frame, "positions")
-    styles = _styles(frame["function_class"])
-    names = list(styles)
-    for (mode, model), ax in axes.items():
-        part = frame[(frame["model"] == model) & (frame["positions"] == mode)]
+    looks = styles(frame["function_class"])
+    names = list(looks)
+
+    def draw(ax: Axes, part: pd.DataFrame) -> None:
         for name, group in part.groupby("function_class", sort=False):
             if group["estimate"].notna().any():
-                style = styles[name]
+                look = looks[name]
                 shift = 0.6 * (names.index(name) / max(len(names) - 1, 1) - 0.5)
                 error = [
                     (group["estimate"] - group["conf_low"]).clip(lower=0),
@@ -186,56 +207,16 @@ def plot_correlations(frame: pd.DataFrame) -> Figure:
                 ]
                 ax.errorbar(
                     group["layer"] + shift, group["estimate"], yerr=error, ls="", lw=1, ms=4,
-                    marker=style["marker"], color=style["color"], label=name,
+                    marker=look["marker"], color=look["color"], label=str(name),
                 )  # fmt: skip
         ax.axhline(0, color="0.6", lw=1, zorder=0)
-        _name_axes(ax, model, part["layer"], f"{frame['method'].iloc[0]} of |residual| and KL")
-        ax.set_title(f"{model}: {MODES.get(str(mode), mode)}", fontsize=9)
+        layer_ticks(ax, part["layer"])
+        name_axes(ax, "layer", f"{part['method'].iloc[0].capitalize()} of |r| and KL")
         ax.set_ylim(-1.05, 1.05)
-    _legend(figure, axes)
-    return figure
+        legend(ax)
+
+    return _figure(over_panels(frame, ["positions", "model"], None, draw))
 
 
-def _panels(frame: pd.DataFrame, rows: str | None) -> tuple[Figure, dict[tuple[Any, str], Axes]]:
-    models = list(dict.fromkeys(frame["model"]))
-    levels = list(dict.fromkeys(frame[rows])) if rows else [None]
-    figure = Figure(figsize=(PANEL[0] * len(models), PANEL[1] * len(levels)), layout="constrained")
-    with sns.axes_style("ticks"):
-        grid = figure.subplots(len(levels), len(models), squeeze=False)
-    axes = {(level, m): grid[i, j] for i, level in enumerate(levels) for j, m in enumerate(models)}
-    for ax in axes.values():
-        sns.despine(ax=ax)
-    return figure, axes
-
-
-def _styles(classes: pd.Series) -> dict[Any, dict[str, Any]]:
-    names = list(dict.fromkeys(classes))
-    colours = sns.color_palette("colorblind", max(len(names), 1))
-    markers = "osD^vPX*<>"
-    lines = ("-", "--", "-.", ":")
-    return {
-        name: {
-            "color": colours[i], "marker": markers[i % len(markers)], "ms": 4, "lw": 1.3,
-            "ls": lines[i % len(lines)],
-        }
-        for i, name in enumerate(names)
-    }  # fmt: skip
-
-
-def _name_axes(ax: Axes, model: str, layers: pd.Series, label: str) -> None:
-    ax.set_title(model, fontsize=9)
-    ax.set_xlabel("layer", fontsize=9)
-    ax.set_ylabel(label, fontsize=9)
-    ax.tick_params(labelsize=8)
-    numbers = sorted(set(layers))
-    ax.set_xticks(numbers[:: max(1, len(numbers) // 8)])
-
-
-def _legend(figure: Figure, axes: Mapping[Any, Axes], extra: str | None = None) -> None:
-    found: dict[str, Any] = {}
-    for ax in axes.values():
-        found.update({text: line for line, text in zip(*ax.get_legend_handles_labels())})
-    figure.legend(
-        list(found.values()), list(found), title=extra, title_fontsize=8, fontsize=8,
-        loc="outside lower center", ncols=4, frameon=False,
-    )  # fmt: skip
+def _figure(drawn: Any) -> Figure:
+    return drawn if isinstance(drawn, Figure) else drawn.figure
