@@ -7,6 +7,7 @@ are done for whatever model the store lacks, so the first script that needs a mo
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import sys
@@ -19,6 +20,7 @@ import xarray as xr
 
 import geomstats_lm as gl
 from geomstats_lm.cube import open_node
+from geomstats_lm.report import layer_groups
 from geomstats_lm.statistics.results import markdown_table, rounded
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,6 +30,7 @@ CLASSES = (
 )  # fmt: skip
 PATCHED = ("mean", "affine", "affine[scope=global]")
 CONTROLS = ("exchanged", "gaussian", "isotropic")
+K = 32  # nearest reference tokens of a local map
 COMPONENTS = 16  # of the dominant subspaces
 
 
@@ -45,9 +48,9 @@ def options(question: str, *, models: Sequence[str] | None = None, **more: Any) 
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--store", type=Path, default=ROOT / "results" / "zoo.zarr",
-                        help="study shared by all scripts; what is missing in it is made")  # fmt: skip
+                        help="study shared by all scripts; what it lacks is made")  # fmt: skip
     parser.add_argument("--models", nargs="+", default=models, metavar="NAME",
-                        help="example models; <name>-untrained is one with fresh weights")  # fmt: skip
+                        help="example models; <name>-untrained: with fresh weights")  # fmt: skip
     parser.add_argument("--out", type=Path, default=ROOT / "analyses" / "results" / stem,
                         help="folder of tables and figures")  # fmt: skip
     parser.add_argument("--windows", type=int, nargs=2, default=(96, 40), metavar=("REF", "EVAL"),
@@ -89,9 +92,10 @@ def node(name: str, given: Any, *, perturbed: bool = False) -> xr.DataTree:
         evaluation_share=0.5,
     )  # fmt: skip
     gl.extract(model, cut, **how)
-    gl.decompose(open_node(store, name), CLASSES, k=32, model=model, **how)
+    gl.decompose(open_node(store, name), CLASSES, k=K, model=model, **how)
     space = gl.dominant_subspaces(
-        open_node(store, name), COMPONENTS, parts=["tokenwise"], centred=True, model=model, **how
+        open_node(store, name), COMPONENTS, parts=["tokenwise"], centred=True, model=model,
+        reference_tokens=2048, **how,
     )  # fmt: skip
     gl.geometry(open_node(store, name), subspace=space, centred=True, **how)
     if perturbed:
@@ -110,9 +114,9 @@ def facts(nodes: dict[str, xr.DataTree]) -> list[str]:
         used, massive = data.usable.sum("token").values, data.n_massive.values
         documents = len(set(data.document.values.tolist()))
         lines.append(
-            f"{name}: k = {COMPONENTS * 2}, N = {int(data.n_reference.max())} reference tokens; "
-            f"{used.min()} to {used.max()} evaluation tokens a layer in {documents} documents; left "
-            f"out: {int((data.position == 0).sum())} first and "
+            f"{name}: k = {K}, N = {int(data.n_reference.max())} reference tokens; "
+            f"{used.min()} to {used.max()} evaluation tokens a layer in {documents} documents; "
+            f"left out: {int((data.position == 0).sum())} first and "
             f"{int(data.is_special.sum())} special tokens, {massive.min()} to {massive.max()} "
             "massive ones a layer."
         )
@@ -136,3 +140,21 @@ def keep_figure(figure: Any, name: str, given: Any) -> None:
     """Write a figure as a small PNG."""
     given.out.mkdir(parents=True, exist_ok=True)
     figure.savefig(given.out / f"{name}.png", dpi=110, bbox_inches="tight")
+
+
+def groups(data: xr.Dataset) -> dict[str, list[int]]:
+    """Layer groups of the tables under names that models of other depths share."""
+    named = layer_groups(data.layer.values)
+    return {name.partition("(")[2].rstrip(")"): layers for name, layers in named.items()}
+
+
+def mixer(data: xr.Dataset) -> str:
+    """What carries context in a model: attention alone, or a recurrence (state space, RWKV)."""
+    attention = ("GPT2", "Llama", "GPTNeoX")
+    return "attention" if data.attrs["architecture"].startswith(attention) else "recurrent"
+
+
+def card(name: str) -> dict[str, Any]:
+    """How an example model was trained and how well it predicts."""
+    path = gl.example_path(name.removesuffix("-untrained")) / "card.json"
+    return json.loads(path.read_text(encoding="utf-8"))

@@ -29,8 +29,9 @@ class CrossValidation:
     ----------
     table : pandas.DataFrame
         One row per layer, class and setting: ``layer``, ``function_class`` (its full label),
-        ``class_name``, ``k``, ``ridge``, ``rank``, ``estimate``, ``std_error``, ``n`` tokens,
-        ``n_clusters`` documents.
+        ``class_name``, ``k``, ``ridge``, ``rank``, ``hidden``, ``effective_df`` (the mean over
+        tokens of the degrees of freedom of the fit, where the class has any), ``estimate``,
+        ``std_error``, ``n`` tokens, ``n_clusters`` documents.
     settings : dict
         How it was made.
     """
@@ -184,7 +185,7 @@ def cross_validate(
             label = _label(cls, own)
             rows[label] = {
                 "class_name": cls.label, "k": own.get("k"), "ridge": own.get("ridge"),
-                "rank": own.get("rank"),
+                "rank": own.get("rank"), "hidden": own.get("hidden"),
             }  # fmt: skip
     rng = np.random.default_rng(seed)
     parts = decomposition_of(
@@ -195,8 +196,11 @@ def cross_validate(
     table = _means(errors).reset_index()
     extra = pd.DataFrame.from_dict(rows, orient="index").rename_axis("function_class")
     table = table.merge(extra.reset_index(), on="function_class")
-    order = ["layer", "function_class", "class_name", "k", "ridge", "rank", "estimate",
-             "std_error", "n", "n_clusters"]  # fmt: skip
+    freedom = parts["effective_df"].isel(model=0, drop=True).mean("token").to_series()
+    table = table.merge(freedom.rename("effective_df").reset_index(),
+                        on=["layer", "function_class"])  # fmt: skip
+    order = ["layer", "function_class", "class_name", "k", "ridge", "rank", "hidden",
+             "effective_df", "estimate", "std_error", "n", "n_clusters"]  # fmt: skip
     settings = {"windows": windows, "seed": seed, "exclude": parts.attrs["exclude"], **options}
     return CrossValidation(table[order], settings)
 

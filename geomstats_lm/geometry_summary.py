@@ -29,6 +29,8 @@ VERDICTS = {
     "energy_residual": "isotropic",
     "energy_update": "isotropic",
 }
+# the same, for measures that only a request brings
+ON_REQUEST = {"cos_residual_tokenwise": "forced"}
 COLUMNS = (
     "model", "function_class", "layer", "measure", "null", "observed", "forced", "null_mean",
     "null_low", "null_high", "estimate", "std_error", "conf_low", "conf_high", "p_value",
@@ -81,7 +83,8 @@ def geometry_summary(
         tokens.
     measures : sequence of str, optional
         Variables per token; by default the cosines and the angle of update, tokenwise part and
-        residual, and the energies where there are any.
+        residual, and the energies where there are any (``cos_residual_tokenwise``, which says what
+        the angle says, on request).
     groups : mapping of str to sequence of int, optional
         Layers whose means are averaged, by name (column ``layer_group`` in place of ``layer``);
         each layer by itself by default.
@@ -147,7 +150,7 @@ def geometry_summary(
         by_null: dict[str, xr.DataArray | None] = {
             name: null[measure] for name, null in zip(given, others) if measure in null
         }
-        verdict_null = VERDICTS.get(measure, "")
+        verdict_null = {**VERDICTS, **ON_REQUEST}.get(measure, "")
         if verdict_null == "forced":
             by_null = {"forced": None, **by_null}
         elif measure == "energy_residual" and "energy_forced" in data:
@@ -247,6 +250,8 @@ def _expected(
         variance = 2 * m * (dim - m) / (dim**2 * (dim + 2.0)) + 0 * value
     elif measure == "angle_residual_tokenwise":
         variance = angle_variance(dim) + 0 * value
+    elif measure == "cos_residual_tokenwise":
+        variance = 1 / dim + 0 * value
     else:
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = (one.residual_norm / one.tokenwise_norm).transpose("layer", "token").values

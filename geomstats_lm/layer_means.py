@@ -24,8 +24,12 @@ RATIOS = {"r2_centred": "update_centred_norm", "explained": "update_norm"}
 
 def layer_means(
     data: xr.Dataset,
-    measures: Sequence[str] = ("relative_error", "cos_update_tokenwise", "cos_centred",
-                               "r2_centred"),
+    measures: Sequence[str] = (
+        "relative_error",
+        "cos_update_tokenwise",
+        "cos_centred",
+        "r2_centred",
+    ),
     *,
     groups: Mapping[str, Sequence[int]] | None = None,
     cluster: str = "document",

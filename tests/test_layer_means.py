@@ -26,8 +26,8 @@ def planted(rng: np.random.Generator, layers: int = 3, documents: int = 30) -> x
     )  # fmt: skip
 
 
-def test_means_and_ratios_are_their_formulas(rng=np.random.default_rng(1)) -> None:
-    measured = geometry(planted(rng))
+def test_means_and_ratios_are_their_formulas() -> None:
+    measured = geometry(planted(np.random.default_rng(1)))
     table = layer_means(measured, ["relative_error", "residual_norm", "explained"], n_boot=199)
     frame = table.tidy().set_index(["measure", "layer"])
     assert frame.loc[("relative_error", 2), "estimate"] == pytest.approx(0.5)
