@@ -136,10 +136,10 @@ def keep(frame: pd.DataFrame, name: str, given: Any, notes: Sequence[str] = (), 
     sys.stdout.write(f"{os.path.relpath(given.out / name)}.md: {len(frame)} rows\n")
 
 
-def keep_figure(figure: Any, name: str, given: Any) -> None:
-    """Write a figure as a small PNG."""
+def keep_figure(drawn: Any, name: str, given: Any) -> None:
+    """Write a figure, or that of its axes, as a small PNG."""
     given.out.mkdir(parents=True, exist_ok=True)
-    figure.savefig(given.out / f"{name}.png", dpi=110, bbox_inches="tight")
+    getattr(drawn, "figure", drawn).savefig(given.out / f"{name}.png", dpi=110, bbox_inches="tight")
 
 
 def groups(data: xr.Dataset) -> dict[str, list[int]]:

@@ -62,7 +62,8 @@ common.keep(
         "all windows. Beside cosines stand what the residual's size forces, over the same tokens.",
         f"Energies in the {common.COMPONENTS} dominant tokenwise directions of the reference, "
         f"about its mean; a random direction has {m_over_d:.3f}. Damage ratio: KL over that of "
-        "another token's residual of the same norm. single: one position patched at a time; all: at once.",
+        "another token's residual of the same norm. single: one position patched at "
+        "a time; all: at once.",
         *common.facts(nodes),
     ],
 )  # fmt: skip
@@ -79,5 +80,5 @@ for measure, label, name in (
     ("damage ratio, single", "KL of residual / KL of exchanged", "damage_ratio"),
 ):
     part = seen[seen["measure"] == measure].drop(columns="measure")
-    figure = plots.plot_layer_profile(part, "estimate", by="checkpoint", label=label).figure
+    figure = plots.plot_layer_profile(part, "estimate", by="checkpoint", label=label)
     common.keep_figure(figure, name, given)

@@ -16,9 +16,9 @@ given = common.options(__doc__, function_class="affine")
 nodes = {name: common.node(name, given, perturbed=True) for name in given.models}
 
 # %% The definitions that give the claims: cosine of states and not of updates, a token among its
-# own neighbours, raw cosines where one direction dominates, the subspace of the very tokens measured,
-# tokens of all layers together. Ours: held-out documents, centred, within layers, beside what the
-# residual's size forces and a null; one position patched at a time and all at once
+# own neighbours, raw cosines where one direction dominates, the subspace of the very tokens
+# measured, tokens of all layers together. Ours: held-out documents, centred, within layers, beside
+# what the residual's size forces and a null; one position patched at a time and all at once
 table = evidence.table_of(nodes, given.function_class, given.n_boot)
 
 # %% One table
