@@ -25,6 +25,7 @@ ANGLE = "the residual is at a large angle to the tokenwise part"
 PROJECTION = "the residual projects little onto the dominant tokenwise subspace"
 DAMAGE = "size of residual and damage of the output go together (Spearman)"
 PAPER = {DAMAGE: "often over 0.7, up to 0.95"}  # the others are stated without a figure
+PAPERS = "linear"  # the paper's maps have no intercept
 JUDGED = {
     ALIGNED: "cos_update_tokenwise", WEAK: "cos_residual_tokenwise",
     ANGLE: "angle_residual_tokenwise", PROJECTION: "energy_residual",
@@ -76,12 +77,19 @@ def evidence(
     parts = node["decomposition"].to_dataset().sel(function_class=fit)
     perturbation = node["perturbation"].to_dataset().sel(function_class=fit)
     groups = layer_groups(geometry.layer.values)
-    own = xr.DataTree.from_dict({
-        "activations": node["activations"].to_dataset(), "decomposition": parts,
-    })  # fmt: skip
+    both = list(dict.fromkeys([*fit, PAPERS]))
+    own, own_and_papers = (
+        xr.DataTree.from_dict({
+            "activations": node["activations"].to_dataset(),
+            "decomposition": node["decomposition"].to_dataset().sel(function_class=classes),
+        })
+        for classes in (fit, both)
+    )  # fmt: skip
     included, moved = (
-        null.isel(null=0, draw=0).compute() for null in (gl.leak(own), gl.permuted(own))
+        null.isel(null=0, draw=0).compute() for null in (gl.leak(own_and_papers), gl.permuted(own))
     )
+    papers = included.sel(function_class=[PAPERS])
+    included = included.sel(function_class=fit)
 
     def means(data: xr.Dataset, measure: str) -> pd.DataFrame:
         return gl.layer_means(data, [measure], groups=groups, n_boot=n_boot).tidy()
@@ -98,6 +106,7 @@ def evidence(
         ),
         (ALIGNED, "published", "self-included neighbours", means(included, raw)),
         (ALIGNED, "trivial", "forced, self-included", means(included, forced)),
+        (ALIGNED, "published", "self-included, T(x) = A x", means(papers, raw)),
         (ALIGNED, "published", "raw cosine", means(held_out, raw)),
         (
             ALIGNED,
@@ -191,7 +200,7 @@ def side_by_side(evidence: pd.DataFrame) -> pd.DataFrame:
             {
                 **dict(zip(("claim", "the paper", "model", "layers"), key)),
                 "ours, on the definition that gives it": "; ".join(by_role.get("published", [])),
-                "ours, held-out": "; ".join(by_role.get("honest", [])),
+                "ours, held-out": "; ".join(by_role.get("honest", [])) or "–",
                 "forced": "; ".join([*forced, *by_role.get("forced", [])]) or "–",
                 "null": "; ".join(null) or "–",
                 "observed - null": "; ".join(by_role.get("difference", [])) or "–",

@@ -11,6 +11,7 @@ import pandas as pd
 import geomstats_lm as gl
 from geomstats_lm import plots
 from geomstats_lm.cube import open_node
+from geomstats_lm.figure_style import MODES
 from geomstats_lm.report import correlate
 
 given = common.options(__doc__, doses=(0.25, 0.5, 1.0))
@@ -108,7 +109,7 @@ common.keep(
 # %% Figures
 part = found[found["function_class"] == "affine"].drop(columns="function_class")
 figure = plots.plot_layer_profile(
-    part.assign(mode=part["positions"].map(plots.MODES)).drop(columns="positions"), "estimate",
+    part.assign(mode=part["positions"].map(MODES)).drop(columns="positions"), "estimate",
     by="mode", label="Spearman of |residual| and KL",
 )  # fmt: skip
 common.keep_figure(figure, "correlations", given)

@@ -42,6 +42,8 @@ measures = [*evidence.JUDGED.values()]
 layered = pd.concat(
     [gl.geometry_summary(g, measures=measures, n_boot=given.n_boot).tidy() for g in own]
 )
+for end in ("low", "high"):  # the interval of observed - null, about the null
+    layered[f"observed_{end}"] = layered["null_mean"] + layered[f"conf_{end}"]
 LABELS = ["cos(update, tokenwise)", "cos(residual, tokenwise)", "angle of residual and tokenwise",
           "residual's energy in the\ndominant tokenwise subspace"]  # fmt: skip
 for measure, label in zip(measures, LABELS):
