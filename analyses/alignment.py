@@ -59,8 +59,8 @@ common.keep(
         "|r| / |D|. Forced: sqrt(1 - error^2), by the size of the residual alone; cosines and "
         "forced ones are means over tokens with an error below 1.",
         "State cosine: of h_l and T(h_{l-1}); in brackets that of T = identity.",
-        "self_only is the block itself run on the token alone: what no tokenwise map beats but by "
-        "guessing context.",
+        "self_only: the block itself run on the token alone, so its residual is what context does; "
+        "a fitted map that explains more guesses context from the token.",
         *common.facts(nodes),
     ],
 )  # fmt: skip
@@ -96,8 +96,9 @@ common.keep(
 
 # %% Figures
 explained = means[means["measure"] == "r2_centred"].rename(columns={"estimate": "r2_centred"})
-explained = explained[explained["function_class"] != "identity"]
-common.keep_figure(plots.plot_alignment_heatmap(explained), "explained", given)
+explained = explained[~explained["function_class"].isin(["identity", "self_only"])]
+heatmap = plots.plot_alignment_heatmap(explained.drop(columns="measure"))
+common.keep_figure(heatmap, "explained", given)
 MAPS = {
     "cos_update_tokenwise": "raw", "forced_cos_update_tokenwise": "raw, forced",
     "cos_centred": "centred", "forced_cos_centred": "centred, forced",

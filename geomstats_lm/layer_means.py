@@ -87,8 +87,8 @@ def layer_means(
     if interval not in ("bootstrap-t", "percentile", "basic"):
         raise ValueError(f"interval={interval!r}: 'bootstrap-t', 'percentile', 'basic'")
     if cluster not in data.coords or data[cluster].dims != ("token",):
-        found = [n for n, c in data.coords.items() if c.dims == ("token",)]
-        raise ValueError(f"cluster={cluster!r} is no token coordinate; there are {found}")
+        along = [str(n) for n, c in data.coords.items() if c.dims == ("token",)]
+        raise ValueError(f"cluster={cluster!r} is no token coordinate; there are {along}")
     absent = [m for m in measures if _needs(m) - set(data) or (m in data and m not in RATIOS
               and "token" not in data[m].dims)]  # fmt: skip
     if absent or isinstance(measures, str) or not len(measures):
