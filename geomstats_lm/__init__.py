@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from geomstats_lm.refits import untrained as untrained
     from geomstats_lm.replacements import project_off as project_off
     from geomstats_lm.replacements import project_on as project_on
+    from geomstats_lm.report import report as report
     from geomstats_lm.statistics import adjust as adjust
     from geomstats_lm.statistics import cluster_bootstrap as cluster_bootstrap
     from geomstats_lm.statistics import compare_correlations as compare_correlations
@@ -121,6 +122,7 @@ _PUBLIC = {
     "test_distinct": "statistics",
     "adjust": "statistics",
     "run_study": "study",
+    "report": "report",
 }
 
 __all__ = [*_PUBLIC, "__version__"]

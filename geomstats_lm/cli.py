@@ -46,7 +46,7 @@ def run(
     Example: [bold]geomstats-lm run analyses/quickstart.toml[/bold]
     """
     from geomstats_lm.declaration import read_study
-    from geomstats_lm.study import is_finished, run_study
+    from geomstats_lm.study import OUTPUTS, is_finished, run_study
 
     config = read_study(study)
     if dry_run:
@@ -62,7 +62,8 @@ def run(
     from geomstats_lm.report import print_table
 
     print_table(pd.read_csv(output / "table.csv"))
-    typer.echo(f"Written to {output}: study.zarr, table.csv, table.md, correlations.csv, figures/")
+    names = ", ".join(("study.zarr", *OUTPUTS))
+    typer.echo(f"Written to {output}: {names}")
 
 
 @app.command()
@@ -240,6 +241,33 @@ def correlate(
     if out is not None:
         pd.concat([r.tidy() for r in results], ignore_index=True).to_csv(out, index=False)
         typer.echo(f"Written to {out}")
+
+
+@app.command()
+def report(
+    store: Annotated[Path, typer.Argument(help="Zarr store of the study.")],
+    out: Annotated[Path, typer.Option(help="Folder for index.html and tables/.")] = Path("report"),
+    model: Key = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(help="The text that was read, to show tokens where no tokenizer is here."),
+    ] = None,
+    n_boot: Annotated[int, typer.Option(help="Resamples of whole documents.")] = 2000,
+    level: Annotated[float, typer.Option(help="Coverage of the intervals.")] = 0.95,
+    seed: int = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Write one self-contained page of what a study found, and its tables.
+
+    Example: [bold]geomstats-lm report results/quickstart/study.zarr --out report/[/bold]
+    """
+    from geomstats_lm import report as verb
+
+    page = verb(
+        store, out, models=model, corpus=text, n_boot=n_boot, level=level, seed=seed,
+        progress=not quiet,
+    )  # fmt: skip
+    typer.echo(f"Written to {page}, tables to {page.parent / 'tables'}")
 
 
 @app.command()

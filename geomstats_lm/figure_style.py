@@ -15,22 +15,26 @@ import pandas as pd
 import seaborn as sns
 import xarray as xr
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.transforms import ScaledTranslation
 
 ONE_COLUMN, TWO_COLUMNS = 3.4, 7.0  # inches
 HEIGHT = 2.6
 MODES = {"single": "one position at a time", "all": "all positions at once"}
-NULL = {"color": "0.55", "lw": 1.0, "ls": (0, (1, 1)), "zorder": 1}
+NULL: dict[str, Any] = {"color": "0.55", "lw": 1.0, "ls": (0, (1, 1)), "zorder": 1}
+UNTITLED = ("measure", "null", "control", "replacement")  # where all rows share them
 MARKERS = "osD^vPX*<>"
 LINES = ("-", "--", "-.", ":")
 LABELS = {
     "r2_centred": "share of the centred update explained",
     "explained": "share of the update explained",
     "relative_error": "relative error |r| / |D|",
-    "cos_update_tokenwise": "cosine of update and tokenwise part",
-    "cos_centred": "centred cosine of update and tokenwise part",
+    "cos_update_tokenwise": "cosine of update and\ntokenwise part",
+    "cos_centred": "centred cosine of update\nand tokenwise part",
     "cos_update_residual": "cosine of update and residual",
-    "angle_residual_tokenwise": "angle of residual and tokenwise part (degrees)",
+    "angle_residual_tokenwise": "angle of residual and\ntokenwise part (degrees)",
     "residual_norm": "norm of the residual |r|",
     "residual_norm_standardized": "norm of the residual (standard deviations)",
     "kl": "KL of the output (nats)",
@@ -158,7 +162,7 @@ def over_panels(
     if not apart:
         ax = ax if ax is not None else new_axes(height=height)
         draw(ax, frame)
-        _title(ax, {c: frame[c].iloc[0] for c in columns if c in frame})
+        _title(ax, {c: frame[c].iloc[0] for c in columns if c in frame and c not in UNTITLED})
         return ax
     if ax is not None:
         levels = {c: list(dict.fromkeys(frame[c])) for c in apart}
@@ -171,14 +175,18 @@ def over_panels(
     width = ONE_COLUMN * len(across_levels)
     figure = Figure(figsize=(width, height * len(down_levels)), layout="constrained")
     with sns.axes_style("ticks"):
-        grid = figure.subplots(len(down_levels), len(across_levels), squeeze=False)
-    for i, levels in enumerate(down_levels):
+        grid = figure.subplots(len(down_levels), len(across_levels), squeeze=False, sharey="row")
+    for i, values in enumerate(down_levels):
         part = frame
-        for column, value in zip(down, levels):
+        for column, value in zip(down, values):
             part = part[part[column] == value]
         for j, level in enumerate(across_levels):
             _panel(grid[i, j], part[part[across] == level], draw,
-                   {across: level, **dict(zip(down, levels))})  # fmt: skip
+                   {across: level, **dict(zip(down, values))})  # fmt: skip
+            if j:
+                grid[i, j].set_ylabel("")
+                grid[i, j].tick_params(labelleft=False)
+    _one_legend(figure)
     return figure
 
 
@@ -195,11 +203,27 @@ def _wrapped(
             cell.set_axis_off()
             continue
         _panel(cell, frame[frame[column] == levels[number]], draw, {column: levels[number]})
-        if number and cell.get_legend() is not None:
-            cell.get_legend().remove()
         if number % wide:
             cell.set_ylabel("")
+    _one_legend(figure)
     return figure
+
+
+def _one_legend(figure: Figure) -> None:
+    """What the panels name, once below all of them."""
+    found: dict[str, Any] = {}
+    title = None
+    for ax in figure.axes:
+        own = ax.get_legend()
+        if own is not None:
+            title = own.get_title().get_text() or title
+            own.remove()
+            found |= {label: handle for handle, label in zip(*ax.get_legend_handles_labels())}
+    if found:
+        figure.legend(
+            list(found.values()), list(found), title=title, title_fontsize=8, fontsize=8,
+            loc="outside lower center", ncols=3, frameon=False, handlelength=2.4,
+        )  # fmt: skip
 
 
 def _panel(ax: Axes, part: pd.DataFrame, draw: Any, title: dict[str, Any]) -> None:
@@ -219,7 +243,7 @@ def _title(ax: Axes, levels: dict[str, Any]) -> None:
     ax.set_title("\n".join([", ".join(names[:2]), *names[2:]]), fontsize=9)
 
 
-def styles(levels: Sequence[Any]) -> dict[Any, dict[str, Any]]:
+def styles(levels: Any) -> dict[Any, dict[str, Any]]:
     """Colour, marker and line of every level, told apart in colour and in grey."""
     names = list(dict.fromkeys(levels))
     colours = sns.color_palette("colorblind", max(len(names), 1))
@@ -248,14 +272,25 @@ def layer_ticks(ax: Axes, layers: Any) -> None:
 
 def legend(ax: Axes, title: str | None = None) -> None:
     """A legend below the axes, so that it hides no data; none where nothing is named."""
-    handles, labels = ax.get_legend_handles_labels()
-    if not handles:
+    found = {label: handle for handle, label in zip(*ax.get_legend_handles_labels())}
+    if not found:
         return
-    columns = 1 if max(map(len, labels)) > 24 else 2
+    columns = 1 if max(map(len, found)) > 24 else 2
+    below = ax.transAxes + ScaledTranslation(0, -31 / 72, ax.figure.dpi_scale_trans)  # points
     ax.legend(
-        handles, labels, title=title, title_fontsize=8, fontsize=8, ncols=columns, frameon=False,
-        loc="upper center", bbox_to_anchor=(0.5, -0.2), handlelength=2.4, columnspacing=1.2,
+        list(found.values()), list(found), title=title, title_fontsize=8, fontsize=8,
+        ncols=columns, frameon=False, loc="upper center", bbox_to_anchor=(0.5, 0),
+        bbox_transform=below, borderaxespad=0, handlelength=2.4, columnspacing=1.2,
     )  # fmt: skip
+
+
+def log_axis(axis: Axis, values: Any) -> None:
+    """A logarithmic axis whose ticks are plain numbers, also over less than a decade."""
+    low, high = float(np.min(values)), float(np.max(values))
+    axis.set_minor_formatter(NullFormatter())
+    if high / max(low, 1e-300) < 300:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
 
 
 def in_words(name: str) -> str:

@@ -18,6 +18,7 @@ from geomstats_lm.figure_style import (
     LABELS,
     in_words,
     legend,
+    log_axis,
     name_axes,
     only,
     over_panels,
@@ -103,9 +104,12 @@ def plot_error_damage(
     def draw(ax: Axes, part: pd.DataFrame) -> None:
         for log, scale in zip(logs, (ax.set_xscale, ax.set_yscale)):
             scale("log" if log else "linear")
+        for log, axis, name in zip(logs, (ax.xaxis, ax.yaxis), (x, y)):
+            if log:
+                log_axis(axis, part[name])
         if len(part) > MANY:
             ax.hexbin(
-                part[x], part[y], gridsize=32, bins="log", mincnt=1, cmap="Greys", lw=0,
+                part[x], part[y], gridsize=32, bins="log", mincnt=1, cmap="cividis", lw=0,
                 xscale="log" if logs[0] else "linear", yscale="log" if logs[1] else "linear",
             )  # fmt: skip
         else:
@@ -114,8 +118,8 @@ def plot_error_damage(
                 rasterized=True,
             )  # fmt: skip
         looks = styles(["residual", "control"])
-        looks["control"] |= {"color": "#d55e00"}
-        looks["residual"] |= {"color": "#000000"}
+        looks["residual"] |= {"color": "#d55e00"}  # both stand out on dots and on a density
+        looks["control"] |= {"color": "#cc79a7"}
         _trend(ax, part, x, y, "median, residual", looks["residual"])
         if control is not None:
             _trend(ax, part, x, f"{y}_control", f"median, {control}", looks["control"])
@@ -140,12 +144,13 @@ def _with_control(data: Any, y: str, control: str) -> Any:
 
 
 def _trend(ax: Axes, part: pd.DataFrame, x: str, y: str, label: str, look: dict[str, Any]) -> None:
-    """Medians of both in tenths of the tokens, by rank of x."""
+    """Medians of both in up to ten equal parts of the tokens, by rank of x."""
     part = part[np.isfinite(part[y].astype(float))]
-    if part[x].nunique() < 2 * BINS:
+    bins = min(BINS, len(part) // 15)  # fewer would be points, not medians
+    if bins < 2 or part[x].nunique() < 2 * bins:
         return
-    tenth = pd.qcut(part[x].rank(method="first"), BINS, labels=False)
-    middle = part.groupby(tenth)[[x, y]].median()
+    part_of = pd.qcut(part[x].rank(method="first"), bins, labels=False)
+    middle = part.groupby(part_of)[[x, y]].median()
     ax.plot(middle[x], middle[y], **look, label=label)
 
 
@@ -157,7 +162,8 @@ def _correlation_text(correlation: Any, part: pd.DataFrame, x: str, y: str) -> s
     for column in ("model", "function_class", "positions", "layer"):
         if column in part and column in frame:
             here = set(part[column])
-            frame = frame[frame[column].isin(here)] if len(here) == 1 else frame.iloc[:0]
+            kept = frame[column].isin(here) & (len(here) == 1)
+            frame = frame[kept]
     if len(frame) != 1 or not np.isfinite(frame["estimate"].iloc[0]):
         return ""
     row = frame.iloc[0]

@@ -128,7 +128,7 @@ def _bounds(table: pd.DataFrame, value: str, *given: str | None) -> list[str | N
 
 def _null(ax: Axes, part: pd.DataFrame, mean: str | None, low: str | None, high: str | None) -> Any:
     """The null's band and line, one for each line of the figure that has another null."""
-    drawn = None
+    drawn: Any = None
     columns = [c for c in (mean, low, high) if c is not None]
     if not columns:
         return None
@@ -181,7 +181,7 @@ def plot_alignment_heatmap(
         shown = ax.imshow(grid.to_numpy(float), cmap="cividis", vmin=low, vmax=high, aspect="auto")
         size = 7.5 if grid.shape[1] <= 8 else 5.5
         for i, j in np.ndindex(grid.shape):
-            number = float(grid.iloc[i, j])
+            number = float(grid.to_numpy(float)[i, j])
             if np.isfinite(number):
                 dark = (number - low) / (high - low) < 0.55
                 ax.text(j, i, f"{number:.2f}", ha="center", va="center", fontsize=size,

@@ -13,11 +13,13 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Polygon
+from matplotlib.ticker import MaxNLocator
 
 from geomstats_lm.figure_style import (
     MODES,
     NULL,
     TWO_COLUMNS,
+    legend,
     name_axes,
     new_axes,
     over_panels,
@@ -74,6 +76,7 @@ def plot_forest(meta: Any, ax: Axes | None = None) -> Axes:
     for tick, (kind, _, _) in zip(ax.get_yticklabels(), entries):
         tick.set_fontweight("normal" if kind == "study" else "bold")
     ax.axvline(0, **NULL)
+    ax.xaxis.set_major_locator(MaxNLocator(6))
     ax.spines["left"].set_visible(False)
     ax.tick_params(axis="y", length=0)
     return ax
@@ -178,10 +181,7 @@ def plot_funnel(meta: Any, ax: Axes | None = None) -> Axes | Figure:
         z = meta.settings["transform"] == "fisher_z"
         name_axes(ax, "correlation (Fisher's z)" if z else "estimate", "standard error")
         if len(looks) <= 8:
-            handles, labels = ax.get_legend_handles_labels()
-            found = dict(zip(labels, handles))
-            ax.legend(found.values(), found.keys(), fontsize=8, frameon=False, ncols=2,
-                      loc="upper center", bbox_to_anchor=(0.5, -0.2))  # fmt: skip
+            legend(ax)
 
     return over_panels(studies, ["group"], ax, draw)
 

@@ -1,45 +1,228 @@
-"""What did a study find?  One row per model, layer group and function class.
+"""What did a study find, on one page that can be handed on?
 
-Means over usable evaluation tokens within a layer, then over the layers of a group; correlations
-pooled as ``tanh(mean of arctanh(rho_l))``; ``damage_ratio = sum KL / sum KL_control``.  Layer 1,
-the step from the embedding, is always a group of its own.
+``report(store, out)`` writes ``index.html``, which needs no network and no script to be read, and
+its tables as CSV, Parquet, Markdown and LaTeX.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import xarray as xr
 
-from geomstats_lm.cube import open_leaf, settings_of, write_leaf
-from geomstats_lm.damage import damage_ratio
+from geomstats_lm.cautions import cautions
+from geomstats_lm.cube import list_leaves, write_leaf
 from geomstats_lm.declaration import StudyConfig, key_of
-from geomstats_lm.geometry import beside_forced
-from geomstats_lm.statistics import RankCorrelation, rank_correlation
+from geomstats_lm.findings import Findings, find
+from geomstats_lm.main_table import (
+    display_table,
+    layer_groups,
+    main_table,
+    print_table,
+    table_markdown,
+    table_notes,
+)
+from geomstats_lm.merging import correlate
+from geomstats_lm.report_facts import citation, settings_table
+from geomstats_lm.table_files import write_tables
+from geomstats_lm.token_examples import tokens_in_context
 
-CONTROL_NAMES = {
-    "exchanged": "another token's residual",
-    "gaussian": "Gaussian noise with the residuals' covariance",
-    "isotropic": "isotropic noise",
-}
-WIDE = 180  # characters that the whole table takes
-MEANS = (
-    "relative_error", "cos_update_tokenwise", "forced_cos_update_tokenwise", "cos_centred",
-    "forced_cos_centred", "angle_residual_tokenwise", "cos_next_state_tokenwise",
-    "cos_next_state_state",
-)  # fmt: skip
+__all__ = [
+    "correlate",
+    "display_table",
+    "layer_groups",
+    "main_table",
+    "print_table",
+    "report",
+    "table_markdown",
+    "table_notes",
+    "write_report_files",
+]
 
 
-def write_report_files(config: StudyConfig, *, progress: bool = True) -> pd.DataFrame:
-    """Write a study's ``table.csv``, ``table.md``, ``correlations.csv`` and ``figures/``.
+def report(
+    store: str | Path,
+    out: str | Path,
+    *,
+    models: Sequence[str] | None = None,
+    corpus: pd.DataFrame | str | Path | Sequence[str | Path] | None = None,
+    tokenizers: Mapping[str, Any] | None = None,
+    title: str = "Tokenwise decomposition of layer updates",
+    method: str = "spearman",
+    norm: str = "raw",
+    n_boot: int = 2000,
+    level: float = 0.95,
+    seed: int = 0,
+    progress: bool = True,
+) -> Path:
+    """Write a study's report: one self-contained HTML page, and its tables in four formats.
+
+    Parameters
+    ----------
+    store : str or Path
+        Zarr store of the study.  What a model lacks is left out, and the page says so.
+    out : str or Path
+        Folder for ``index.html`` and ``tables/``.
+    models : sequence of str, optional
+        Model keys; all by default.
+    corpus : pandas.DataFrame, path or sequence of paths, optional
+        The text that was read, to show tokens in their context; by default they are decoded with
+        the tokenizer that the study names, if it is on this machine.
+    tokenizers : mapping, optional
+        Model key to tokenizer (or its folder), in place of those that the study names.
+    title : str
+        Of the page.
+    method : {"spearman", "kendall", "pearson", "biweight"}
+        Correlation of size and damage.
+    norm : {"raw", "relative", "standardized"}
+        Which size of the residual.
+    n_boot : int
+        Resamples of whole documents, at least 100.
+    level : float
+        Coverage of all intervals.
+    seed : int
+        Of the resamples: equal stores and seeds give equal pages.
+    progress : bool
+        Show a progress bar.
+
+    Returns
+    -------
+    Path
+        The page.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no study at ``store``.
+    ValueError
+        If the study is empty, ``out`` is a file, a model is not in the study, or an option is not
+        among what is accepted; before anything is computed.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from geomstats_lm import decompose, geometry
+    >>> from geomstats_lm.cube import write_leaf
+    >>> from geomstats_lm.datasets import example_node
+    >>> store = tempfile.mkdtemp() + "/study.zarr"
+    >>> measured = geometry(example_node())
+    >>> _ = write_leaf(measured, store, "gpt2", "geometry", settings={}, progress=False)
+    >>> report(store, store + "-report", n_boot=100, progress=False).name
+    'index.html'
+    """
+    keys = _check(store, out, models, method, norm, n_boot, level)
+    if corpus is not None and not isinstance(corpus, pd.DataFrame):
+        from geomstats_lm.corpus import read_corpus
+
+        corpus = read_corpus(corpus)
+    findings = find(
+        store, keys, level=level, n_boot=n_boot, seed=seed, method=method, norm=norm,
+        progress=progress,
+    )  # fmt: skip
+    return write_page(findings, Path(out), corpus=corpus, tokenizers=tokenizers, title=title)
+
+
+def _check(
+    store: str | Path,
+    out: str | Path,
+    models: Sequence[str] | None,
+    method: str,
+    norm: str,
+    n_boot: int,
+    level: float,
+) -> list[str]:
+    """The models' keys, or what is wrong, before anything is read or written."""
+    paths = list_leaves(store)
+    known = [k for k in dict.fromkeys(p.split("/")[0] for p in paths) if k != "statistics"]
+    if not known:
+        raise ValueError(f"store={str(store)!r}: there is no model in this study")
+    if isinstance(models, str):
+        models = [models]
+    unknown = [key for key in models or [] if key not in known]
+    if unknown or (models is not None and not models):
+        raise ValueError(f"models={list(models or [])}: accepted are {known}")
+    for parent in (Path(out), *Path(out).parents):
+        if parent.exists() and not parent.is_dir():
+            raise ValueError(f"out={str(out)!r}: {parent} is a file, not a folder")
+    for name, given, accepted in (
+        ("method", method, ("spearman", "kendall", "pearson", "biweight")),
+        ("norm", norm, ("raw", "relative", "standardized")),
+    ):
+        if given not in accepted:
+            raise ValueError(f"{name}={given!r}: accepted are {', '.join(accepted)}")
+    if n_boot < 100 or not 0 < level < 1:
+        raise ValueError(
+            f"n_boot={n_boot}, level={level}: accepted are n_boot >= 100 and 0 < level < 1"
+        )
+    return list(models) if models is not None else known
+
+
+def write_page(
+    findings: Findings,
+    out: Path,
+    *,
+    corpus: pd.DataFrame | None = None,
+    tokenizers: Mapping[str, Any] | None = None,
+    title: str = "Tokenwise decomposition of layer updates",
+) -> Path:
+    """Write ``index.html`` and ``tables/`` of what was found.
+
+    Parameters
+    ----------
+    findings : Findings
+        From :func:`geomstats_lm.findings.find`.
+    out : Path
+        Folder.
+    corpus, tokenizers, title
+        As for :func:`report`.
+
+    Returns
+    -------
+    Path
+        The page.
+    """
+    from geomstats_lm.report_page import render
+    from geomstats_lm.report_sections import sections
+    from geomstats_lm.token_strips import STYLE
+
+    made = sections(findings)
+    settings = settings_table(findings)
+    tokens, strips, notes = tokens_in_context(findings, corpus, tokenizers)
+    tables = [settings, *(table for section in made for table in section.tables)]
+    if tokens is not None:
+        tables.append(tokens)
+    names = ", ".join(model.attrs.get("model_name", model.key) for model in findings.models)
+    cite, bibtex = citation(findings)
+    page = render(
+        {
+            "title": title, "lead": f"Models: {names}. Intervals have {findings.level:.0%} "
+            f"coverage, from {findings.n_boot} resamples of whole documents.",
+            "settings": settings, "sections": made, "strips": strips, "token_notes": notes,
+            "tokens_table": tokens, "cautions": cautions(findings), "cite": cite,
+            "bibtex": bibtex, "strip_style": STYLE,
+        }
+    )  # fmt: skip
+    out.mkdir(parents=True, exist_ok=True)
+    write_tables(tables, out / "tables")
+    path = out / "index.html"
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def write_report_files(
+    config: StudyConfig, *, corpus: pd.DataFrame | None = None, progress: bool = True
+) -> pd.DataFrame:
+    """Write a study's ``table.csv``, ``table.md``, ``correlations.csv``, ``figures/``, ``report/``.
 
     Parameters
     ----------
     config : StudyConfig
         A study whose leaves are all finished.
+    corpus : pandas.DataFrame, optional
+        The text that was read, for the report's tokens.
     progress : bool
         Show a progress bar.
 
@@ -48,22 +231,14 @@ def write_report_files(config: StudyConfig, *, progress: bool = True) -> pd.Data
     pandas.DataFrame
         The main table, unrounded.
     """
-    from tqdm.auto import tqdm
-
     from geomstats_lm.plots import study_figures
 
-    tables, correlations = [], []
-    for model in tqdm(config.models, desc="statistics", disable=not progress, leave=False):
-        key = key_of(model)
-        geometry = open_leaf(config.store, key, "geometry")
-        perturbation = open_leaf(config.store, key, "perturbation")
-        correlation = correlate(geometry, perturbation, **config.correlate.model_dump())
-        correlations.append(correlation.tidy())
-        tables.append(main_table(geometry, perturbation, correlation))
-    table = pd.concat(tables, ignore_index=True)
+    keys = [key_of(model) for model in config.models]
+    findings = find(config.store, keys, **config.correlate.model_dump(), progress=progress)
+    table, per_layer = findings.together("table"), findings.together("correlation")
+    assert table is not None and per_layer is not None  # all leaves are there
     output = Path(config.output)
     table.to_csv(output / "table.csv", index=False)
-    per_layer = pd.concat(correlations, ignore_index=True)
     per_layer.to_csv(output / "correlations.csv", index=False)
     write_leaf(
         xr.Dataset.from_dataframe(per_layer.rename_axis("row")), config.store, "statistics",
@@ -72,289 +247,9 @@ def write_report_files(config: StudyConfig, *, progress: bool = True) -> pd.Data
     (output / "table.md").write_text(table_markdown(table), encoding="utf-8")
     figures = output / "figures"
     figures.mkdir(exist_ok=True)
-    geometries = [open_leaf(config.store, key_of(m), "geometry") for m in config.models]
-    damages = [open_leaf(config.store, key_of(m), "perturbation") for m in config.models]
+    geometries = [m.leaves["geometry"] for m in findings.models]
+    damages = [m.leaves["perturbation"] for m in findings.models]
     for name, figure in study_figures(geometries, damages, per_layer).items():
         figure.savefig(figures / f"{name}.png", dpi=150, bbox_inches="tight")
+    write_page(findings, output / "report", corpus=corpus)
     return table
-
-
-def correlate(
-    geometry: xr.Dataset,
-    perturbation: xr.Dataset,
-    formula: str = "kl ~ residual_norm",
-    **options: Any,
-) -> RankCorrelation:
-    """Correlate size of residual and output damage over tokens, layer by layer.
-
-    Parameters
-    ----------
-    geometry, perturbation : xarray.Dataset
-        Leaves of one model.
-    formula : str
-        Any variables of the two.
-    **options
-        Passed to :func:`geomstats_lm.rank_correlation`.
-
-    Returns
-    -------
-    RankCorrelation
-        One row per model, function class, positions and layer.
-    """
-    shared = [c for c in perturbation.function_class.values if c in geometry.function_class.values]
-    layers = perturbation.layer.values
-    merged = xr.merge(
-        [
-            geometry.sel(function_class=shared, layer=layers),
-            perturbation.drop_vars("damage_ratio").sel(function_class=shared),
-        ],
-        join="exact",
-        compat="override",
-        combine_attrs="drop_conflicts",
-    )
-    return rank_correlation(merged, formula, **options)
-
-
-def layer_groups(layers: np.ndarray) -> dict[str, list[int]]:
-    """Groups of layers for tables: the first by itself, the others in thirds.
-
-    Parameters
-    ----------
-    layers : array of int
-        Layers 1..L.
-
-    Returns
-    -------
-    dict of str to list of int
-
-    Examples
-    --------
-    >>> layer_groups([1, 2, 3, 4, 5, 6])
-    {'1 (embedding)': [1], '2-3 (early)': [2, 3], '4-5 (middle)': [4, 5], '6 (late)': [6]}
-    """
-    numbers = sorted(int(v) for v in layers)
-    groups = {"1 (embedding)": [1]} if 1 in numbers else {}
-    rest = [v for v in numbers if v != 1]
-    for name, part in zip(("early", "middle", "late"), np.array_split(rest, 3)):
-        if len(part):
-            span = f"{part[0]}" if len(part) == 1 else f"{part[0]}-{part[-1]}"
-            groups[f"{span} ({name})"] = [int(v) for v in part]
-    return groups
-
-
-def main_table(
-    geometry: xr.Dataset, perturbation: xr.Dataset, correlation: RankCorrelation
-) -> pd.DataFrame:
-    """The main table of one model.
-
-    Parameters
-    ----------
-    geometry, perturbation : xarray.Dataset
-        Leaves of one model.
-    correlation : RankCorrelation
-        Over layers, from :func:`correlate`.
-
-    Returns
-    -------
-    pandas.DataFrame
-        One row per layer group and function class, unrounded; ``spearman_*`` and
-        ``damage_ratio_*`` for each way of patching, with ``*_low`` and ``*_high``.
-    """
-    level = correlation.settings["level"]
-    method = correlation.settings["method"]
-    n_boot, seed = correlation.settings["n_boot"], correlation.settings["seed"]
-    groups = layer_groups(geometry.layer.values)
-    made = settings_of(geometry).get("decomposition", {})
-    columns = [
-        *MEANS, "r2_centred", "explained", "n", "n_massive", "n_error_above_one", "n_reference",
-    ]  # fmt: skip
-    layered = beside_forced(geometry[[c for c in columns if c in geometry]])
-    layered = layered.map(lambda v: v.mean("token") if "token" in v.dims else v).compute()
-    present = {v: g for v, g in _patched_groups(groups, perturbation).items() if g}
-    pooled = correlation.pool(over="layer", groups=present).tidy()
-    pooled_rows = pooled.set_index(["function_class", "positions", "layer_group"]).to_dict("index")
-    ratios = _damage_ratios(perturbation, present, n_boot=n_boot, seed=seed, level=level)
-    rows = []
-    for group, members in groups.items():
-        inside = layered.sel(layer=members).mean("layer")
-        for label in geometry.function_class.values:
-            one = inside.sel(function_class=label)
-            row: dict[str, Any] = {
-                "model": str(geometry.model.values[0]),
-                "architecture": geometry.attrs.get("architecture", ""),
-                "untrained": bool(geometry.attrs.get("untrained", 0)),
-                "dequantized": bool(geometry.attrs.get("dequantized", 0)),
-                "layer_group": group,
-                "function_class": str(label),
-                "k": made.get("k"),
-                "control": _first_control(perturbation),
-                **{str(name): float(one[name].values.item()) for name in layered},
-            }
-            for mode in perturbation.positions.values:
-                key = (label, mode, group)
-                found: Any = pooled_rows.get(key, {})
-                name = f"{method}_{mode}"
-                row[name] = found.get("estimate", np.nan)
-                row[f"{name}_low"] = found.get("conf_low", np.nan)
-                row[f"{name}_high"] = found.get("conf_high", np.nan)
-                row[f"{name}_reason"] = found.get("reason", "")
-                row["n_clusters"] = found.get("n_clusters", row.get("n_clusters", np.nan))
-                for part, value in ratios.get(key, {}).items():
-                    row[f"damage_ratio_{mode}{part}"] = value
-            rows.append(row)
-    return pd.DataFrame(rows)
-
-
-def _patched_groups(groups: dict[str, list[int]], perturbation: xr.Dataset) -> dict[str, list[int]]:
-    there = set(perturbation.layer.values.tolist())
-    return {name: [v for v in members if v in there] for name, members in groups.items()}
-
-
-def _first_control(perturbation: xr.Dataset) -> str:
-    """The control of the table: another token's residual where it is among them."""
-    names = perturbation.control.values.tolist()
-    return "exchanged" if "exchanged" in names else str(names[0])
-
-
-def _damage_ratios(
-    perturbation: xr.Dataset, groups: dict[str, list[int]], **options: Any
-) -> dict[tuple[str, str, str], dict[str, float]]:
-    """Ratio to the first control by class, way of patching and group: value, low and high."""
-    first = perturbation.sel(control=[_first_control(perturbation)])
-    found = damage_ratio(first, groups=groups, **options).tidy()
-    return {
-        (row["function_class"], row["positions"], row["layer_group"]): {
-            "": row["estimate"], "_low": row["conf_low"], "_high": row["conf_high"],
-        }
-        for row in found.to_dict("records")
-    }  # fmt: skip
-
-
-def display_table(table: pd.DataFrame) -> pd.DataFrame:
-    """The main table rounded for reading, an estimate and its interval or forced value a cell."""
-    method = next(c for c in ("spearman", "kendall", "pearson") if f"{c}_single" in table
-                  or f"{c}_all" in table)  # fmt: skip
-    shown = pd.DataFrame({"model": table["model"], "layers": table["layer_group"]})
-    shown["function class"] = table["function_class"]
-    if "n_reference" in table:
-        shown["N"] = [f"{n:,.0f}" for n in table["n_reference"]]
-    shown["error"] = [_number(v) for v in table["relative_error"]]
-    shown["cos (forced)"] = [
-        _beside(a, b)
-        for a, b in zip(table["cos_update_tokenwise"], table["forced_cos_update_tokenwise"])
-    ]
-    shown["centred (forced)"] = [
-        _beside(a, b) for a, b in zip(table["cos_centred"], table["forced_cos_centred"])
-    ]
-    for mode in ("single", "all"):
-        for name, title in ((f"{method}_{mode}", method), (f"damage_ratio_{mode}", "ratio")):
-            if name in table:
-                shown[f"{title} {mode}"] = [
-                    f"{_number(v)} [{_number(low)}, {_number(high)}]" if np.isfinite(v) else "–"
-                    for v, low, high in zip(
-                        table[name], table[f"{name}_low"], table[f"{name}_high"]
-                    )
-                ]
-    return shown
-
-
-def table_notes(table: pd.DataFrame) -> list[str]:
-    """Sentences that a reader of the main table needs."""
-    tokens = ", ".join(
-        f"{model}: {part['n'].iloc[0]:,.0f} evaluation tokens a layer in "
-        f"{part['n_clusters'].max():.0f} documents, {part['n_massive'].mean():.1f} massive left out"
-        for model, part in table.groupby("model", sort=False)
-    )
-    share = (table["n_error_above_one"] / table["n"])[table["function_class"] != "identity"]
-    above, most = (share.mean(), share.max()) if len(share) else (0.0, 0.0)
-    few = table["n_clusters"].min()
-    notes = [
-        f"k = {table['k'].iloc[0]}; N reference tokens; {tokens}. First and special tokens of "
-        "every window are left out.",
-        "error: |r| / |D|. cos: update and its tokenwise part; centred: both less the mean "
-        "update. Forced: sqrt(1 - error^2), what the size of the residual gives by itself; both "
-        f"are means over tokens with an error below 1 (above: {above:.0%} of tokens over all "
-        "rows, at most "
-        f"{most:.0%} in one).",
-        "Correlations: size of residual and KL of the output over tokens within a layer, with "
-        "cluster-bootstrap intervals over documents. ratio: KL over that of "
-        f"{CONTROL_NAMES[table['control'].iloc[0]]} of the same norm. single: one position "
-        "patched at a time; all: the whole window.",
-    ]
-    if few < 10:
-        notes.append(
-            f"Only {few:.0f} documents: the intervals are worth little, however narrow they look."
-        )
-    untrained = table.loc[table["untrained"], "model"].unique()
-    if len(untrained):
-        notes.append(f"Untrained (fresh weights): {', '.join(untrained)}.")
-    quantized = table.loc[table["dequantized"], "model"].unique()
-    if len(quantized):
-        notes.append(f"Weights dequantized from a GGUF file: {', '.join(quantized)}.")
-    return notes
-
-
-def table_markdown(table: pd.DataFrame) -> str:
-    """The main table and its notes as Markdown."""
-    from geomstats_lm.statistics.results import markdown_table
-
-    return "\n\n".join([markdown_table(display_table(table)), *table_notes(table)]) + "\n"
-
-
-def print_table(table: pd.DataFrame, console: Any = None) -> None:
-    """Print the main table, one block a model.
-
-    Parameters
-    ----------
-    table : pandas.DataFrame
-        From :func:`main_table` or ``table.csv``.
-    console : rich.console.Console, optional
-    """
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    if console is None:
-        console = Console()
-        if not console.is_terminal:  # a file or a pipe has no width of its own
-            console = Console(width=WIDE)
-    shown = display_table(table)
-    blocks = _blocks_of_columns(shown.iloc[:, 1:], console.width)
-    for model, part in shown.groupby("model", sort=False):
-        own = table[table["model"] == model].iloc[0]
-        untrained = ", untrained" if own["untrained"] else ""
-        for columns in blocks:
-            grid = Table(title=f"{model} ({own['architecture']}{untrained})", box=box.SIMPLE_HEAD)
-            for name in columns:
-                text = name in ("layers", "function class")
-                grid.add_column(name, justify="left" if text else "right", no_wrap=text)
-            before = None
-            for row in part[columns].itertuples(index=False):
-                if before is not None and row[0] != before:
-                    grid.add_section()
-                cells = [str(v).replace("[", "\\[") for v in row[1:]]
-                grid.add_row("" if row[0] == before else row[0], *cells)
-                before = row[0]
-            console.print(grid)
-    for note in table_notes(table):
-        console.print(note, style="dim", markup=False, highlight=False)
-
-
-def _blocks_of_columns(shown: pd.DataFrame, width: int) -> list[list[str]]:
-    """Columns in blocks that fit the width, each led by layers and function class."""
-    size = {str(c): max([len(str(c)), *shown[c].map(len)]) + 4 for c in shown}
-    lead, rest = list(shown.columns[:2]), list(shown.columns[2:])
-    blocks: list[list[str]] = [[*lead]]
-    for name in rest:
-        if len(blocks[-1]) > 2 and sum(size[c] for c in blocks[-1]) + size[name] > width:
-            blocks.append([*lead])
-        blocks[-1].append(name)
-    return blocks
-
-
-def _number(value: float) -> str:
-    return "–" if not np.isfinite(value) else f"{value:.2f}"
-
-
-def _beside(value: float, forced: float) -> str:
-    return "–" if not np.isfinite(value) else f"{value:.2f} ({_number(forced)})"

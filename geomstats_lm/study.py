@@ -13,7 +13,7 @@ from typing import Any
 
 from geomstats_lm.declaration import ModelSection, StudyConfig, StudyError, key_of, read_study
 
-OUTPUTS = ("table.csv", "table.md", "correlations.csv", "figures")
+OUTPUTS = ("table.csv", "table.md", "correlations.csv", "figures", "report/index.html")
 STEPS = ("activations", "decomposition", "geometry", "perturbation")
 
 
@@ -34,7 +34,7 @@ def run_study(
     Returns
     -------
     Path
-        The output folder: ``study.zarr``, ``table.csv``, ``table.md``, ``figures/``.
+        The output folder: ``study.zarr``, ``table.csv``, ``table.md``, ``figures/``, ``report/``.
 
     Raises
     ------
@@ -61,7 +61,7 @@ def run_study(
             _check_model(load_section(config, model), cut[key_of(model)])
     for model in config.models:
         _run_model(config, model, cut[key_of(model)], overwrite, progress)
-    write_report_files(config, progress=progress)
+    write_report_files(config, corpus=corpus, progress=progress)
     (output / "study.json").write_text(json.dumps(_fingerprint(config), indent=1), encoding="utf-8")
     return output
 

@@ -103,12 +103,18 @@ style="--a:1.00" title="value 2"> &lt;b&gt;</span></div>
             spans.append(f'<span class="none{here}" title="{title}">{_shown(token)}</span>')
     parts = [f"<style>{STYLE}</style>"] if style else []
     if legend:
-        parts.append(
-            f'<div class="token-strip {kind} token-strip-legend">{html.escape(label)}: '
-            f"{low:.3g}<i></i>{high:.3g}{html.escape(unit)}</div>"
-        )
+        parts.append(strip_legend(label, units, kind, limits))
     parts.append(f'<div class="token-strip {kind}">{"".join(spans)}</div>')
     return "".join(parts)
+
+
+def strip_legend(label: str, units: str, kind: str, limits: tuple[float, float]) -> str:
+    """What the colours of a strip mean, as HTML."""
+    unit = f" {units}" if units else ""
+    return (
+        f'<div class="token-strip {kind} token-strip-legend">{html.escape(label)}: '
+        f"{limits[0]:.3g}<i></i>{limits[1]:.3g}{html.escape(unit)} and above</div>"
+    )
 
 
 def _shown(token: str) -> str:

@@ -12,11 +12,12 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 # import name where it is not the distribution's; what others need without our importing it
-IMPORTED_AS = {"gguf": None, "accelerate": None}
+IMPORTED_AS = {"gguf": None, "accelerate": None, "pyarrow": None}
 USED_BY = {
     "accelerate": "transformers loads GGUF files with it",
     "gguf": "transformers loads GGUF files with it",
     "jinja2": "pandas writes LaTeX with it",
+    "pyarrow": "pandas writes Parquet with it",
 }
 
 

@@ -90,11 +90,7 @@ class Result:
 
     def to_latex(self) -> str:
         """The rounded table as a LaTeX tabular with booktabs rules, caption included."""
-        frame = rounded(self.estimates)
-        style = frame.rename(columns=_latex_escape).map(_latex_escape).style.hide(axis="index")
-        return style.to_latex(
-            hrules=True, caption=_latex_escape(self.title), position_float="centering"
-        )
+        return latex_table(rounded(self.estimates), self.title)
 
     def to_html(self) -> str:
         """The rounded table as HTML that stands alone (great_tables)."""
@@ -151,6 +147,13 @@ def markdown_table(frame: pd.DataFrame) -> str:
     rows = [list(map(str, frame.columns)), ["---"] * frame.shape[1]]
     rows += [[str(value).replace("|", "\\|") for value in row] for row in frame.to_numpy()]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def latex_table(frame: pd.DataFrame, caption: str, *, long: bool = False) -> str:
+    """A frame of strings as LaTeX with booktabs rules; a `long` one goes over pages (longtable)."""
+    style = frame.rename(columns=_latex_escape).map(_latex_escape).style.hide(axis="index")
+    how: dict[str, Any] = {"environment": "longtable"} if long else {"position_float": "centering"}
+    return style.to_latex(hrules=True, caption=_latex_escape(caption), **how)
 
 
 _LATEX = {
