@@ -9,6 +9,7 @@ effective degrees of freedom tr(H) beside each setting
 import warnings
 
 import common
+import numpy as np
 import pandas as pd
 
 import geomstats_lm as gl
@@ -24,7 +25,7 @@ nodes = {name: common.node(name, given) for name in given.models}
 GRIDS = {
     "k": (["local_mean", "linear", "affine"], {"k": given.k}),
     "ridge": (["linear[k=32]", "affine[k=32]", "affine[scope=global]"], {"ridge": given.ridge}),
-    "rank": (["low_rank[k=32,ridge=0.01]"], {"rank": given.rank}),
+    "rank": (["low_rank[k=32]"], {"rank": given.rank, "ridge": (0.01,)}),
     "hidden": ([f"mlp[hidden={h}]" for h in given.hidden], {}),
 }
 DEFAULTS = {"ridge": (0.01, 1.0), "k": (32,), "rank": (8,)}
@@ -48,8 +49,13 @@ for name, node in nodes.items():
 
 # %% Every map keeps its own default ridge where k moves
 held = pd.concat(tables, ignore_index=True)
-own_ridge = held["class_name"].map({"linear": 0.01, "affine": 1.0}).fillna(held["ridge"])
-held = held[(held["setting"] != "k") | (held["ridge"].isna()) | (held["ridge"] == own_ridge)]
+other_ridge = [
+    setting == "k" and ridge != {"linear": 0.01, "affine": 1.0}.get(name, ridge)
+    for setting, name, ridge in zip(
+        held["setting"], held["class_name"], held["ridge"].astype(float)
+    )
+]
+held = held[~np.array(other_ridge) | held["ridge"].isna().to_numpy()]
 held["value"] = [row[row["setting"]] for _, row in held.iterrows()]
 order = [
     "model", "layer", "setting", "value", "function_class", "effective_df", "estimate",
@@ -77,8 +83,11 @@ for setting in GRIDS:
     by = "class_name" if setting != "hidden" else None
     part = part.assign(class_name="mlp") if by is None else part
     common.keep_figure(plots.plot_capacity(part, setting, by="class_name"), setting, given)
-freedom = held[held["setting"].isin(["k", "ridge", "rank"])]
-freedom = freedom.assign(class_name=freedom["class_name"] + ", " + freedom["setting"] + " varies")
-freedom = freedom[freedom["effective_df"] > 0]
+lines = {
+    "linear": "linear, k varies", "affine": "affine, k varies",
+    "low_rank[k=32]": "low rank, rank varies", "affine[scope=global]": "global affine, ridge varies",
+}  # fmt: skip
+freedom = held.assign(class_name=held["class_name"].map(lines)).dropna(subset="class_name")
+freedom = freedom.assign(effective_df=freedom["effective_df"].round(1))
 common.keep_figure(plots.plot_capacity(freedom, "effective_df"), "degrees_of_freedom", given)
 common.keep_figure(plots.plot_capacity(curve, "n_reference"), "reference_curve", given)

@@ -279,8 +279,9 @@ def reference_curve(
     fitted, limits = [], []
     rng = np.random.default_rng(seed)
     largest = max(per_size)
+    by_cell = {n: errors.sort_index() for n, errors in per_size.items()}  # looked up cell by cell
     for keys, part in table.groupby(["layer", "function_class"], sort=False):
-        totals, counts = _by_document({n: e.xs(keys) for n, e in per_size.items()})
+        totals, counts = _by_document({n: e.xs(keys) for n, e in by_cell.items()})
         picks = rng.integers(0, totals.shape[1], (draws, totals.shape[1]))
         drawn = totals[:, picks].sum(2) / counts[picks].sum(1)  # (sizes, draws)
         curves = np.c_[part["estimate"].to_numpy(), drawn].T
