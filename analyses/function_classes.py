@@ -9,7 +9,6 @@ effective degrees of freedom tr(H) beside each setting
 import warnings
 
 import common
-import numpy as np
 import pandas as pd
 
 import geomstats_lm as gl
@@ -22,23 +21,24 @@ given = common.options(
 nodes = {name: common.node(name, given) for name in given.models}
 
 # %% First, middle and last layer; one setting moves, the others keep their defaults
-GRIDS = {
-    "k": (["local_mean", "linear", "affine"], {"k": given.k}),
-    "ridge": (["linear[k=32]", "affine[k=32]", "affine[scope=global]"], {"ridge": given.ridge}),
-    "rank": (["low_rank[k=32]"], {"rank": given.rank, "ridge": (0.01,)}),
-    "hidden": ([f"mlp[hidden={h}]" for h in given.hidden], {}),
-}
-DEFAULTS = {"ridge": (0.01, 1.0), "k": (32,), "rank": (8,)}
-tables, curves, limits = [], [], []
+GRIDS = [
+    ("k", ["local_mean", "linear"], {"k": given.k, "ridge": (0.01,)}),
+    ("k", ["affine"], {"k": given.k, "ridge": (1.0,)}),
+    ("ridge", ["linear", "affine", "affine[scope=global]"], {"k": (32,), "ridge": given.ridge}),
+    ("rank", ["low_rank"], {"k": (32,), "ridge": (0.01,), "rank": given.rank}),
+    ("hidden", [f"mlp[hidden={size}]" for size in given.hidden], {}),
+]
+tables, curves, limits, cautions = [], [], [], set()
 for name, node in nodes.items():
     depth = int(node["activations"].attrs["n_layers"])
     layers = sorted({1, (depth + 1) // 2, depth})
-    for setting, (classes, grid) in GRIDS.items():
-        with warnings.catch_warnings(record=True):  # networks that stop early are counted below
+    for setting, classes, grid in GRIDS:
+        with warnings.catch_warnings(record=True) as caught:
             held_out = gl.cross_validate(
-                node, classes, **{**DEFAULTS, **grid}, windows=given.query_windows,
+                node, classes, **grid, windows=given.query_windows,
                 layers=layers if setting != "hidden" else layers[1:2],
             )  # fmt: skip
+        cautions |= {f"{name}: {warning.message}" for warning in caught}
         tables.append(held_out.tidy().assign(model=name, setting=setting))
     curve = gl.reference_curve(
         node, ["local_mean", "affine", "affine[scope=global]"], layers=layers,
@@ -47,15 +47,8 @@ for name, node in nodes.items():
     curves.append(curve.tidy().assign(model=name))
     limits.append(curve.glance().assign(model=name))
 
-# %% Every map keeps its own default ridge where k moves
+# %% One table of all settings
 held = pd.concat(tables, ignore_index=True)
-other_ridge = [
-    setting == "k" and ridge != {"linear": 0.01, "affine": 1.0}.get(name, ridge)
-    for setting, name, ridge in zip(
-        held["setting"], held["class_name"], held["ridge"].astype(float)
-    )
-]
-held = held[~np.array(other_ridge) | held["ridge"].isna().to_numpy()]
 held["value"] = [row[row["setting"]] for _, row in held.iterrows()]
 order = [
     "model", "layer", "setting", "value", "function_class", "effective_df", "estimate",
@@ -67,7 +60,9 @@ about = (
     f"{given.query_windows} windows of {given.length} tokens are predicted. effective_df: degrees "
     "of freedom per token of the fit (trace of the smoother)."
 )
-common.keep(held, "capacity", given, [about, *common.facts(nodes)], shown=held[order])
+common.keep(
+    held, "capacity", given, [about, *sorted(cautions), *common.facts(nodes)], shown=held[order]
+)
 limit = pd.concat(limits, ignore_index=True)
 common.keep(
     limit, "reference_limits", given,
@@ -78,16 +73,18 @@ curve = pd.concat(curves, ignore_index=True)
 common.keep(curve, "reference_curve", given, ["k = 32", *common.facts(nodes)])
 
 # %% Figures: one panel per model (rows) and layer
-for setting in GRIDS:
+for setting in dict.fromkeys(held["setting"]):
     part = held[held["setting"] == setting].rename(columns={"value": setting})
     by = "class_name" if setting != "hidden" else None
     part = part.assign(class_name="mlp") if by is None else part
     common.keep_figure(plots.plot_capacity(part, setting, by="class_name"), setting, given)
-lines = {
-    "linear": "linear, k varies", "affine": "affine, k varies",
-    "low_rank[k=32]": "low rank, rank varies", "affine[scope=global]": "global affine, ridge varies",
+LINES = {
+    ("linear", "k"): "linear, k varies", ("affine", "k"): "affine, k varies",
+    ("low_rank", "rank"): "low rank, rank varies",
+    ("affine[scope=global]", "ridge"): "global affine, ridge varies",
 }  # fmt: skip
-freedom = held.assign(class_name=held["class_name"].map(lines)).dropna(subset="class_name")
+line = [LINES.get(pair) for pair in zip(held["class_name"], held["setting"])]
+freedom = held.assign(class_name=line).dropna(subset=["class_name", "effective_df"])
 freedom = freedom.assign(effective_df=freedom["effective_df"].round(1))
 common.keep_figure(plots.plot_capacity(freedom, "effective_df"), "degrees_of_freedom", given)
 common.keep_figure(plots.plot_capacity(curve, "n_reference"), "reference_curve", given)
