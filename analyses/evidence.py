@@ -210,9 +210,22 @@ def side_by_side(evidence: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def counted(evidence: pd.DataFrame) -> list[str]:
+    """How often each verdict was given on each claim, in a sentence a claim."""
+    judged = evidence[evidence["role"] == "difference"]
+    lines = []
+    for claim, part in judged.groupby("claim", sort=False):
+        counts = part["verdict"].value_counts()
+        told = ", ".join(f"{verdict} in {n}" for verdict, n in counts.items())
+        lines.append(
+            f"{claim}: of {len(part)} layer groups of {part['model'].nunique()} models, {told}."
+        )
+    return lines
+
+
 def interval(row: dict[Any, Any], value: str, low: str, high: str) -> str:
     """A number with its interval, as text."""
     if pd.isna(row[value]):
         return "–"
-    bounds = "" if pd.isna(row[low]) else f" [{row[low]:.2f}, {row[high]:.2f}]"
-    return f"{row[value]:.2f}{bounds}"
+    middle, *ends = (f"{round(row[name], 2) + 0.0:.2f}" for name in (value, low, high))
+    return middle if pd.isna(row[low]) else f"{middle} [{', '.join(ends)}]"

@@ -31,8 +31,8 @@ NOTES = [
     "the null that the verdict names, raw cosines over tokens with an error below 1.",
     "Self-included neighbours: the token is among the k tokens its map is fitted on.",
 ]
-common.keep(table, "what_is_forced", given, [*NOTES, *common.facts(nodes)],
-            shown=evidence.side_by_side(table))  # fmt: skip
+notes = [*evidence.counted(table), *NOTES, *common.facts(nodes)]
+common.keep(table, "what_is_forced", given, notes, shown=evidence.side_by_side(table))
 
 # %% Figures: observed, with its interval, on the null's grey band, by layer
 own = [
@@ -44,8 +44,11 @@ layered = pd.concat(
 )
 for end in ("low", "high"):  # the interval of observed - null, about the null
     layered[f"observed_{end}"] = layered["null_mean"] + layered[f"conf_{end}"]
-LABELS = ["cos(update, tokenwise)", "cos(residual, tokenwise)", "angle of residual and tokenwise",
-          "residual's energy in the\ndominant tokenwise subspace"]  # fmt: skip
+LABELS = [
+    "cos(update, tokenwise)", "cos(residual, tokenwise)",
+    "angle of residual and\ntokenwise part, degrees",
+    "residual's energy in the\ndominant tokenwise subspace",
+]  # fmt: skip
 for measure, label in zip(measures, LABELS):
     part = layered[layered["measure"] == measure].drop(columns=["measure", "null"])
     common.keep_figure(plots.plot_layer_profile(part, "observed", label=label), measure, given)
