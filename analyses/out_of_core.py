@@ -91,6 +91,7 @@ def measured(name: str, given: Any, scale: int, store: Path, client: Client) -> 
     }  # fmt: skip
 
 
+# %% The dump, for want of someone else's
 def write_dump(name: str, given: Any, scale: int, folder: Path) -> Path:
     """States of the model, one .npy file a layer, and a table of labels."""
     reference, evaluation = (scale * n for n in given.windows)
@@ -106,6 +107,7 @@ def write_dump(name: str, given: Any, scale: int, folder: Path) -> Path:
     return folder
 
 
+# %% Memory, as the system counts it
 def peak() -> float:
     """Most memory that this process has held, MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -1,4 +1,4 @@
-"""Is what is found learned?  The same quantities along training, from fresh weights on.
+"""Is what is found learned, or is it there with fresh weights already?
 
 r2_centred, cos(D, t) beside sqrt(1 - e^2), energies beside m/d, rho_s(|r|, KL), damage ratio
 """
