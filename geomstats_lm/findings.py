@@ -118,19 +118,47 @@ def find(
     -------
     Findings
     """
+    models = [ModelFindings(key, *_open(store, key)) for key in keys]
+    return find_in(
+        models, store=str(store), level=level, n_boot=n_boot, seed=seed, method=method, norm=norm,
+        progress=progress,
+    )  # fmt: skip
+
+
+def find_in(
+    models: Sequence[ModelFindings],
+    *,
+    store: str = "",
+    level: float = 0.95,
+    n_boot: int = 2000,
+    seed: int = 0,
+    method: str = "spearman",
+    norm: str = "raw",
+    progress: bool = False,
+) -> Findings:
+    """The same of leaves that are open, or in memory.
+
+    Parameters
+    ----------
+    models : sequence of ModelFindings
+        With their leaves; what is found is put into them.
+    store, level, n_boot, seed, method, norm, progress
+        As for :func:`find`.
+
+    Returns
+    -------
+    Findings
+    """
     from tqdm.auto import tqdm
 
     how: dict[str, Any] = {"level": level, "n_boot": n_boot, "seed": seed}
-    models = []
-    for key in tqdm(keys, desc="statistics", disable=not progress, leave=False):
-        model = ModelFindings(key, *_open(store, key))
+    for model in tqdm(models, desc="statistics", disable=not progress, leave=False):
         with warnings.catch_warnings():
             # the report says once, in words, what every statistic would warn of
             warnings.filterwarnings("ignore", message=".*(clusters|documents).*")
             _geometry(model, how)
             _damage(model, how, {"method": method, "norm": norm})
-        models.append(model)
-    findings = Findings(str(store), models, level, n_boot)
+    findings = Findings(store, list(models), level, n_boot)
     _synthesis(findings)
     return findings
 

@@ -99,7 +99,7 @@ def main_table(
                 "dequantized": bool(geometry.attrs.get("dequantized", 0)),
                 "layer_group": group,
                 "function_class": str(label),
-                "k": made.get("k"),
+                "k": made.get("k", geometry.attrs.get("k")),
                 "control": "" if perturbation is None else first_control(perturbation),
                 **{str(name): float(one[name].values.item()) for name in layered},
             }
@@ -211,8 +211,10 @@ def table_notes(table: pd.DataFrame) -> list[str]:
     share = (table["n_error_above_one"] / table["n"])[table["function_class"] != "identity"]
     above, most = (share.mean(), share.max()) if len(share) else (0.0, 0.0)
     few = table["n_clusters"].min()
+    k = table["k"].iloc[0]
+    neighbours = "" if pd.isna(k) else f"k = {k}; "
     notes = [
-        f"k = {table['k'].iloc[0]}; N reference tokens; {tokens}. First and special tokens of "
+        f"{neighbours}N reference tokens; {tokens}. First and special tokens of "
         "every window are left out.",
         "error: |r| / |D|. cos: update and its tokenwise part; centred: both less the mean "
         "update. Forced: sqrt(1 - error^2), what the size of the residual gives by itself; both "

@@ -69,7 +69,8 @@ def plot_error_damage(
     -------
     matplotlib.axes.Axes or matplotlib.figure.Figure
         Dots, or hexagons from 2000 tokens on; the line joins medians of tenths of the tokens.
-        Axes are logarithmic where all values are positive.
+        Axes are logarithmic where all values are positive; damages of exactly 0, below the floor
+        of precision, are left out where they are less than a tenth.
 
     Examples
     --------
@@ -96,7 +97,7 @@ def plot_error_damage(
                 data = data.sel({dim: list(level) if several else [level]})  # type: ignore[arg-type]
     table = tidy_frame(data, names, keep_tokens=True, argument="data")
     table = only(table, layer=layer, function_class=function_class, positions=positions)
-    table = table[np.isfinite(table[[x, y]].astype(float)).all(axis=1)]
+    table = table.loc[np.isfinite(table[[x, y]].to_numpy(float)).all(axis=1)]
     logs = [bool((table[n] > 0).all()) for n in (x, y)]
     if logs[1] is False and (table[y] > 0).mean() > 0.9:  # a few zeros are the floor of precision
         table, logs[1] = table[table[y] > 0], True

@@ -232,8 +232,9 @@ def _synthesis(findings: Findings) -> Section:
     if findings.synthesis is None:
         return section
     meta = findings.synthesis
+    forest: Any = plot_forest(meta)
     section.figures.append(
-        (plot_forest(meta).figure, "Correlation of size and damage in the layers after the first: "
+        (forest.figure, "Correlation of size and damage in the layers after the first: "
          "squares are models, diamonds averages with their intervals, thin lines what the next "
          "model is expected within.")
     )  # fmt: skip

@@ -68,7 +68,7 @@ def _baseline(model: ModelFindings) -> str:
     late = late.dropna(subset=["estimate"])
     if not len(late) or model.main_class in BASELINES:
         return ""
-    best = late.loc[late["estimate"].idxmax()]
+    best = late.iloc[int(np.argmax(late["estimate"].to_numpy(float)))]
     return f", beside {_share(best['estimate'], np.nan, np.nan)} of {best['function_class']}"
 
 

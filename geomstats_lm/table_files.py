@@ -84,7 +84,7 @@ def write_tables(tables: list[Table], folder: Path) -> list[Path]:
 def _with_types(frame: pd.DataFrame) -> pd.DataFrame:
     """One type a column, which Parquet asks for: mixed ones (a k that is absent) become text."""
     mixed = [c for c in frame if frame[c].dtype == object and len({type(v) for v in frame[c]}) > 1]
-    return frame.assign(**{c: frame[c].map(str) for c in mixed}) if mixed else frame
+    return frame.assign(**{str(c): frame[c].map(str) for c in mixed}) if mixed else frame
 
 
 def _one_line(text: str) -> str:

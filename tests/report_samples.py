@@ -9,6 +9,7 @@ import xarray as xr
 
 from geomstats_lm import geometry
 from geomstats_lm.cube import write_leaf
+from geomstats_lm.findings import Findings, ModelFindings, find_in
 
 DIM, LAYERS, TOKENS = 8, 3, 12  # tokens a document
 WORDS = ("one two three four five six seven eight nine ten eleven twelve").split()  # noqa: SIM905
@@ -17,6 +18,14 @@ ATTRS = {
     "parameter_checksum": "ab" * 32, "text_checksum": "cd" * 32, "software": "planted 1",
     "tokenizer": "nowhere/at-all", "window_length": TOKENS, "k": 4,
 }  # fmt: skip
+
+
+NEEDED = (
+    "residual_norm", "update_centred_norm", "relative_error", "angle_residual_tokenwise",
+    "cos_update_tokenwise", "forced_cos_update_tokenwise", "cos_centred", "forced_cos_centred",
+    "cos_next_state_tokenwise", "cos_next_state_state", "r2_centred", "explained", "n",
+    "n_massive", "n_error_above_one", "energy_share_residual", "usable", "tokenwise_norm",
+)  # fmt: skip
 
 
 def planted_node(
@@ -88,7 +97,13 @@ def planted_node(
         },
         ATTRS,
     )  # fmt: skip
-    return {"geometry": measured, "perturbation": perturbation}
+    return {"geometry": measured[list(NEEDED)], "perturbation": perturbation}
+
+
+def findings_of(nodes: dict[str, dict[str, xr.Dataset]]) -> Findings:
+    """What a report finds in such nodes, without a store."""
+    models = [ModelFindings(key, dict(leaves)) for key, leaves in nodes.items()]
+    return find_in(models, n_boot=100)
 
 
 def write_study(store: Path, nodes: dict[str, dict[str, xr.Dataset]]) -> Path:
@@ -96,7 +111,7 @@ def write_study(store: Path, nodes: dict[str, dict[str, xr.Dataset]]) -> Path:
     for key, leaves in nodes.items():
         for name, leaf in leaves.items():
             write_leaf(
-                leaf.chunk({"token": -1}), store, key, name,
+                leaf.chunk(dict.fromkeys(leaf.dims, -1)), store, key, name,
                 settings={"decomposition": {"k": 4, "target": "update", "metric": "euclidean"}},
                 progress=False,
             )  # fmt: skip

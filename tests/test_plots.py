@@ -229,8 +229,10 @@ def test_capacity_takes_other_settings_at_their_best() -> None:
     ]  # fmt: skip
     ax = plots.plot_capacity(pd.DataFrame(rows))
     (container,) = ax.containers
-    np.testing.assert_allclose(container[0].get_ydata(), [1 / k + 0.1 for k in (4, 8, 16)])
-    np.testing.assert_allclose(np.diff(container[2][0].get_segments()[0][:, 1]), 0.02)
+    line, _, (bars,) = container
+    np.testing.assert_allclose(line.get_ydata().astype(float), [1 / k + 0.1 for k in (4, 8, 16)])
+    lengths = [float(np.diff(v[:, 1]).item()) for v in bars.get_segments()]
+    np.testing.assert_allclose(lengths, 0.02)
     assert isinstance(
         plots.plot_capacity(pd.concat([pd.DataFrame(rows), pd.DataFrame(rows).assign(layer=2)])),
         Figure,

@@ -18,6 +18,7 @@ from geomstats_lm import report
 from geomstats_lm.cautions import cautions
 from geomstats_lm.cli import app
 from geomstats_lm.findings import find
+from geomstats_lm.report import write_page
 from geomstats_lm.sentences import (
     control_sentence,
     correlation_sentence,
@@ -25,8 +26,9 @@ from geomstats_lm.sentences import (
     share_sentence,
     synthesis_sentence,
 )
+from geomstats_lm.token_examples import tokens_in_context
 from geomstats_lm.tokenwise_share import tokenwise_share
-from tests.report_samples import ATTRS, WORDS, planted_node, write_study
+from tests.report_samples import ATTRS, WORDS, findings_of, planted_node, write_study
 
 QUICK = {"n_boot": 100, "progress": False}
 
@@ -43,9 +45,8 @@ def page(store: Path, tmp_path_factory) -> Path:
     return report(store, tmp_path_factory.mktemp("page") / "out", **QUICK)
 
 
-def found_in(tmp_path: Path, **planted):
-    store = write_study(tmp_path / "study.zarr", {"planted": planted_node(**planted)})
-    return find(store, ["planted"], n_boot=100)
+def found_in(**planted):
+    return findings_of({"planted": planted_node(**planted)})
 
 
 @pytest.mark.parametrize(
@@ -56,8 +57,8 @@ def found_in(tmp_path: Path, **planted):
         (0.0, "cannot be told to go together"),
     ],
 )
-def test_correlation_sentence_follows_the_data(tmp_path, slope: float, words: str) -> None:
-    found = found_in(tmp_path, slope=slope)
+def test_correlation_sentence_follows_the_data(slope: float, words: str) -> None:
+    found = found_in(slope=slope)
     sentence = correlation_sentence(found)
     assert words in sentence
     row = (
@@ -73,8 +74,8 @@ def test_correlation_sentence_follows_the_data(tmp_path, slope: float, words: st
     ("ratio", "words"),
     [(2.0, "does more damage than"), (0.5, "does less damage than"), (1.0, "cannot be told from")],
 )
-def test_control_sentence_follows_the_data(tmp_path, ratio: float, words: str) -> None:
-    sentence = control_sentence(found_in(tmp_path, ratio=ratio))
+def test_control_sentence_follows_the_data(ratio: float, words: str) -> None:
+    sentence = control_sentence(found_in(ratio=ratio))
     assert f"{words} another token's residual of the same norm" in sentence
     assert f"({ratio:.2f} [{ratio:.2f}, {ratio:.2f}] times as much" in sentence
 
@@ -82,21 +83,21 @@ def test_control_sentence_follows_the_data(tmp_path, ratio: float, words: str) -
 @pytest.mark.parametrize(
     ("share", "words"), [(0.8, "explains most of"), (0.2, "explains less than half of")]
 )
-def test_share_sentence_follows_the_data(tmp_path, share: float, words: str) -> None:
-    assert words in share_sentence(found_in(tmp_path, share=share))
+def test_share_sentence_follows_the_data(share: float, words: str) -> None:
+    assert words in share_sentence(found_in(share=share))
 
 
-def test_sentences_of_a_planted_right_angle_and_of_two_models(store: Path, tmp_path) -> None:
-    found = find(store, ["first", "second"], n_boot=100)
+def test_sentences_of_a_planted_right_angle_and_of_two_models() -> None:
+    found = findings_of({key: planted_node(key, seed=i) for i, key in enumerate("ab")})
     judged = found.models[0].geometry.query("measure == 'angle_residual_tokenwise'")
     number = judged["verdict"].str.startswith("distinct").sum()
     words = "nowhere distinct" if number == 0 else f"distinct in {number} of 3 layers"
     assert words in distinct_sentence(found)
-    # the residual turned towards the tokenwise part, its size kept: now it is distinct everywhere
+    # the residual turned towards the tokenwise part: now it is distinct everywhere
     node = planted_node()
     angle = node["geometry"]["angle_residual_tokenwise"]
     node["geometry"]["angle_residual_tokenwise"] = angle - 20
-    turned = find(write_study(tmp_path / "turned.zarr", {"planted": node}), ["planted"], n_boot=100)
+    turned = findings_of({"planted": node})
     sentence = distinct_sentence(turned)
     assert "distinct in all 3 layers" in sentence and "still points along the fit" in sentence
     assert "over 2 models" in synthesis_sentence(found)
@@ -182,93 +183,118 @@ def test_page_stands_alone(page: Path) -> None:
         assert heading in text
 
 
-def test_equal_stores_give_equal_pages_and_another_seed_another(store, page, tmp_path) -> None:
-    again = report(store, tmp_path / "a", **QUICK)
-    assert again.read_text(encoding="utf-8") == page.read_text(encoding="utf-8")
-    other = report(store, tmp_path / "b", models=["first"], seed=1, **QUICK)
-    assert "second" not in other.read_text(encoding="utf-8")
+def test_equal_findings_give_equal_pages_and_titles_are_escaped(tmp_path) -> None:
+    pages = [
+        write_page(
+            findings_of({"one": {"geometry": planted_node()["geometry"]}}),
+            tmp_path / place, title="<script>alert(1)</script>",
+        ).read_text(encoding="utf-8")
+        for place in "ab"
+    ]  # fmt: skip
+    assert pages[0] == pages[1]
+    assert "<script>alert" not in pages[0] and "&lt;script&gt;alert" in pages[0]
 
 
 def test_what_is_missing_is_said(tmp_path) -> None:
     node = planted_node()
-    whole = write_study(tmp_path / "a.zarr", {"one": {"geometry": node["geometry"]}})
-    text = report(whole, tmp_path / "a", **QUICK).read_text(encoding="utf-8")
+
+    def text_of(place: str, leaves: dict[str, xr.Dataset]) -> str:
+        page = write_page(findings_of({"one": leaves}), tmp_path / place)
+        return page.read_text(encoding="utf-8")
+
+    text = text_of("a", {"geometry": node["geometry"]})
     assert "its perturbation is not in the study; geomstats-lm perturb makes it" in text
     assert "whether residual and damage go together cannot be said" in text.lower()
     assert not (tmp_path / "a" / "tables" / "correlations.csv").exists()
-    part = write_study(tmp_path / "b.zarr", {"one": {"perturbation": node["perturbation"]}})
-    text = report(part, tmp_path / "b", **QUICK).read_text(encoding="utf-8")
+    text = text_of("b", {"perturbation": node["perturbation"]})
     assert "its geometry is not in the study; geomstats-lm geometry makes it" in text
     assert "does more damage than" in text  # the ratio needs no geometry
-    partial = {
-        "geometry": node["geometry"],
-        "perturbation": node["perturbation"].sel(layer=[2], positions=["all"]),
-    }
-    fewer = write_study(tmp_path / "c.zarr", {"one": partial})
-    text = report(fewer, tmp_path / "c", **QUICK).read_text(encoding="utf-8")
+    part = node["perturbation"].sel(layer=[2], positions=["all"])
+    text = text_of("c", {"geometry": node["geometry"], "perturbation": part})
     assert "all positions at once" in text and "one position at a time" not in text
+
+
+def test_a_store_may_hold_one_model_of_several_and_an_unfinished_leaf(store, tmp_path) -> None:
+    import zarr
+
+    copy = tmp_path / "study.zarr"
+    shutil.copytree(store, copy)
+    ledger = zarr.open_group(copy)["second/perturbation/finished"]
+    ledger[...] = 0
+    found = find(copy, ["second"], n_boot=100)
+    assert found.models[0].incomplete == ["perturbation"]
+    assert "perturbation is not finished" in " ".join(cautions(found))
+    assert "lacks what it is measured from" in correlation_sentence(found)
 
 
 def test_one_document_and_rows_without_a_value(tmp_path) -> None:
     node = planted_node(documents=1)
     node["geometry"]["residual_norm"][..., 0, :] = np.nan
-    store = write_study(tmp_path / "s.zarr", {"one": node})
-    text = report(store, tmp_path / "out", **QUICK).read_text(encoding="utf-8")
+    page = write_page(findings_of({"one": node}), tmp_path / "out")
+    text = page.read_text(encoding="utf-8")
     assert "with one document there are no intervals" in text
     assert "one evaluation document, so nothing has an interval" in text
-    assert "nan" not in re.sub(r"<svg.*?</svg>", "", text, flags=re.DOTALL).lower()
+    assert not re.search(r"\b(nan|None|NaT)\b", re.sub(r"<svg.*?</svg>", "", text, flags=re.DOTALL))
 
 
-def test_cautions_name_what_was_planted(tmp_path) -> None:
+def test_cautions_name_what_was_planted() -> None:
     node = planted_node(documents=6, share=0.05)
     node["geometry"].attrs |= {"untrained": 1, "dequantized": 1, "model_dtype": "bfloat16"}
     node["geometry"]["n_massive"] = node["geometry"]["n_massive"] + 3
     node["perturbation"]["kl"] = node["perturbation"]["kl"] * 1e-9
     other = planted_node("other", documents=60)
     other["geometry"].attrs["text_checksum"] = "ef" * 32
-    store = write_study(tmp_path / "s.zarr", {"planted": node, "other": other})
-    said = " ".join(cautions(find(store, ["planted", "other"], n_boot=100)))
+    found = findings_of({"planted": node, "other": other})
+    found.models[0].unconverged = ["mlp"]
+    said = " ".join(cautions(found))
     for words in (
         "planted: untrained", "dequantized", "bfloat16", "6 evaluation documents", "3 massive",
         "floor of precision", "has an error of 1 or more", "did not read the same text",
+        "fits of mlp did not converge",
     ):  # fmt: skip
         assert words in said
     assert "other: 60" not in said and "other: untrained" not in said
 
 
-def test_tokens_are_shown_in_the_text_that_was_read(tmp_path) -> None:
+def test_tokens_are_shown_in_the_text_that_was_read() -> None:
     node = planted_node()
     index = 5 * 12 + 7  # document 5, position 7
     node["geometry"]["relative_error"][..., index] = 9.0
-    store = write_study(tmp_path / "s.zarr", {"one": node})
+    found = findings_of({"one": node})
     corpus = pd.DataFrame({"text": [" ".join(WORDS)] * 20})
     corpus.attrs["text_checksum"] = ATTRS["text_checksum"]
-    page = report(store, tmp_path / "out", corpus=corpus, **QUICK)
-    tokens = pd.read_csv(page.parent / "tables" / "tokens.csv")
+    table, groups, notes = tokens_in_context(found, corpus, None)
+    assert notes == [] and len(groups) == 2
+    tokens = table.frame
     first = tokens[(tokens["of"] == "residual") & (tokens["rank"] == 1)].iloc[0]
     assert first["document"] == 5 and first["position"] == 7 and first["value"] == 9.0
     assert first["text"].strip() == WORDS[7]
-    text = page.read_text(encoding="utf-8")
-    assert f'class="focus" style="--a:1.00" title="relative error 9"> {WORDS[7]}</span>' in text
+    shown = str(groups[0]["strips"][0]["html"])
+    assert f'class="focus" style="--a:1.00" title="relative error 9"> {WORDS[7]}</span>' in shown
+    # the context is the token's own window: all of its words, none of another document's
+    assert re.sub("<[^>]*>", "", shown).split() == WORDS
     corpus.attrs["text_checksum"] = "another"
-    other = report(store, tmp_path / "b", corpus=corpus, **QUICK).read_text(encoding="utf-8")
-    assert "text is not available: the documents given are not those of the study" in other
-    assert "is not on this machine" in other
+    table, groups, notes = tokens_in_context(found, corpus, None)
+    assert groups == [] and "text" not in table.frame
+    assert "the documents given are not those of the study" in notes[0]
+    assert "is not on this machine" in notes[0]
 
 
-def test_tokens_are_decoded_where_the_tokenizer_is_here(tmp_path) -> None:
+def test_tokens_are_decoded_where_the_tokenizer_is_here() -> None:
     from geomstats_lm.datasets import example_path
+    from geomstats_lm.models import load_tokenizer
 
-    store = write_study(tmp_path / "s.zarr", {"one": planted_node()})
-    page = report(store, tmp_path / "out", tokenizers={"one": example_path("gpt2")}, **QUICK)
-    tokens = pd.read_csv(page.parent / "tables" / "tokens.csv", keep_default_na=False)
-    assert "text" in tokens and "not available" not in page.read_text(encoding="utf-8")
-
-
-def test_titles_and_names_are_escaped(store, tmp_path) -> None:
-    page = report(store, tmp_path / "out", title="<script>alert(1)</script>", **QUICK)
-    text = page.read_text(encoding="utf-8")
-    assert "<script>alert" not in text and "&lt;script&gt;alert" in text
+    node = planted_node()
+    tokenizer = load_tokenizer(example_path("gpt2"))
+    ids = tokenizer("The residual of a naïve café — ever so small.")["input_ids"][:12]
+    for leaf in node.values():
+        leaf["token_id"] = ("token", np.resize(ids, leaf.sizes["token"]))
+    table, groups, notes = tokens_in_context(
+        findings_of({"one": node}), None, {"one": example_path("gpt2")}
+    )
+    assert notes == [] and "text" in table.frame
+    shown = re.sub("<[^>]*>", "", str(groups[0]["strips"][0]["html"]))
+    assert shown == tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize(
@@ -342,10 +368,15 @@ addEventListener("load", () => {
   const wide = [...document.querySelectorAll("main, section, p, figure, .figures, .token-strip")]
     .filter((e) => e.getBoundingClientRect().right > innerWidth + 0.5).map((e) => e.className);
   const root = document.documentElement;
-  root.setAttribute("data-found", JSON.stringify(
-    {seen, scroll: root.scrollWidth, inner: innerWidth, up, down, wide}));
+  parent.postMessage(JSON.stringify(
+    {seen, scroll: root.scrollWidth, inner: innerWidth, up, down, wide}), "*");
 });
 </script>"""
+
+
+FRAME = """<!doctype html><script>
+addEventListener("message", (e) => document.documentElement.setAttribute("data-found", e.data));
+</script><iframe src="watched.html" style="border:0;width:{width}px;height:900px"></iframe>"""
 
 
 @pytest.mark.slow
@@ -366,7 +397,7 @@ def test_page_in_a_browser(page: Path, tmp_path, width: int) -> None:
     assert numbers == sorted(numbers) and [float(v) for v in good["down"]] == numbers[::-1]
     worse = text.replace(
         "<main>",
-        '<main><p style="width:3000px">x</p><img src="http://example.invalid/a.png">'
+        '<main><div style="width:3000px">x</div><img src="http://example.invalid/a.png">'
         "<script>console.error('bad')</script>",
         1,
     )
@@ -378,13 +409,15 @@ def _in_browser(chromium: str, text: str, folder: Path, width: int):
     import html
     import json
 
-    copy = folder / "watched.html"
-    copy.write_text(text, encoding="utf-8")
+    # in a frame, since a window of the browser is never narrower than 500 pixels
+    (folder / "watched.html").write_text(text, encoding="utf-8")
+    frame = folder / "frame.html"
+    frame.write_text(FRAME.replace("{width}", str(width)), encoding="utf-8")
     done = subprocess.run(
         [
             chromium, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
-            f"--user-data-dir={folder / 'profile'}", f"--window-size={width},2000",
-            "--virtual-time-budget=5000", "--dump-dom", copy.as_uri(),
+            f"--user-data-dir={folder / 'profile'}", "--window-size=1500,1000",
+            "--virtual-time-budget=5000", "--dump-dom", frame.as_uri(),
         ],
         capture_output=True, text=True, timeout=180,
     )  # fmt: skip

@@ -79,6 +79,10 @@ def test_study_writes_store_tables_and_figures(made: Path) -> None:
     assert "Untrained (fresh weights): tiny-untrained." in markdown and "k = 8" in markdown
     figures = sorted(p.name for p in (out / "figures").glob("*.png"))
     assert len(figures) == 4
+    page = (out / "report" / "index.html").read_text(encoding="utf-8")
+    assert "tiny-untrained: untrained, its weights are random." in page
+    again = pd.read_csv(out / "report" / "tables" / "main.csv")
+    pd.testing.assert_frame_equal(again, table)  # one computation, two places
     assert not (made / "study.zarr").exists()  # nothing beside the output folder
 
 
@@ -238,7 +242,16 @@ def test_verbs_as_commands_do_what_the_study_does(made: Path) -> None:
 
 def test_every_command_has_help_with_an_example() -> None:
     runner = CliRunner()
-    for command in ("run", "extract", "decompose", "geometry", "perturb", "correlate", "verify"):
+    for command in (
+        "run",
+        "extract",
+        "decompose",
+        "geometry",
+        "perturb",
+        "correlate",
+        "report",
+        "verify",
+    ):
         result = runner.invoke(app, [command, "--help"])
         assert result.exit_code == 0
         assert "Example: " in result.output and f"geomstats-lm {command}" in result.output
