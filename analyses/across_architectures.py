@@ -109,7 +109,9 @@ else:
 # %% Figures
 if len(nodes) > 1:
     common.keep_figure(plots.plot_forest(meta_rho), "forest_correlations", given)
-    common.keep_figure(plots.plot_forest(meta_share), "forest_explained", given)
+    axes = plots.plot_forest(meta_share)
+    axes.set_xlabel("share of the centred update explained")
+    common.keep_figure(axes, "forest_explained", given)
     common.keep_figure(plots.plot_funnel(meta_rho), "funnel", given)
 else:
     print("forest and funnel: more than one model is needed")
