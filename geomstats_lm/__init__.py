@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from geomstats_lm.geometry import geometry as geometry
     from geomstats_lm.geometry_summary import geometry_summary as geometry_summary
     from geomstats_lm.import_activations import import_activations as import_activations
+    from geomstats_lm.layer_means import layer_means as layer_means
     from geomstats_lm.models import as_language_model as as_language_model
     from geomstats_lm.models import load_model as load_model
     from geomstats_lm.nulls import exchanged as exchanged
@@ -95,6 +96,7 @@ _PUBLIC = {
     "reference_curve": "choosing",
     "geometry": "geometry",
     "geometry_summary": "geometry_summary",
+    "layer_means": "layer_means",
     "dominant_subspaces": "dominant",
     "subspace_relations": "dominant",
     "forced": "nulls",

@@ -29,8 +29,9 @@ class CrossValidation:
     ----------
     table : pandas.DataFrame
         One row per layer, class and setting: ``layer``, ``function_class`` (its full label),
-        ``class_name``, ``k``, ``ridge``, ``rank``, ``estimate``, ``std_error``, ``n`` tokens,
-        ``n_clusters`` documents.
+        ``class_name``, ``k``, ``ridge``, ``rank``, ``hidden``, ``effective_df`` (the mean over
+        tokens of the degrees of freedom of the fit, where the class has any), ``estimate``,
+        ``std_error``, ``n`` tokens, ``n_clusters`` documents.
     settings : dict
         How it was made.
     """
@@ -184,7 +185,7 @@ def cross_validate(
             label = _label(cls, own)
             rows[label] = {
                 "class_name": cls.label, "k": own.get("k"), "ridge": own.get("ridge"),
-                "rank": own.get("rank"),
+                "rank": own.get("rank"), "hidden": own.get("hidden"),
             }  # fmt: skip
     rng = np.random.default_rng(seed)
     parts = decomposition_of(
@@ -195,8 +196,11 @@ def cross_validate(
     table = _means(errors).reset_index()
     extra = pd.DataFrame.from_dict(rows, orient="index").rename_axis("function_class")
     table = table.merge(extra.reset_index(), on="function_class")
-    order = ["layer", "function_class", "class_name", "k", "ridge", "rank", "estimate",
-             "std_error", "n", "n_clusters"]  # fmt: skip
+    freedom = parts["effective_df"].isel(model=0, drop=True).mean("token").to_series()
+    table = table.merge(freedom.rename("effective_df").reset_index(),
+                        on=["layer", "function_class"])  # fmt: skip
+    order = ["layer", "function_class", "class_name", "k", "ridge", "rank", "hidden",
+             "effective_df", "estimate", "std_error", "n", "n_clusters"]  # fmt: skip
     settings = {"windows": windows, "seed": seed, "exclude": parts.attrs["exclude"], **options}
     return CrossValidation(table[order], settings)
 
@@ -275,8 +279,9 @@ def reference_curve(
     fitted, limits = [], []
     rng = np.random.default_rng(seed)
     largest = max(per_size)
+    by_cell = {n: errors.sort_index() for n, errors in per_size.items()}  # looked up cell by cell
     for keys, part in table.groupby(["layer", "function_class"], sort=False):
-        totals, counts = _by_document({n: e.xs(keys) for n, e in per_size.items()})
+        totals, counts = _by_document({n: e.xs(keys) for n, e in by_cell.items()})
         picks = rng.integers(0, totals.shape[1], (draws, totals.shape[1]))
         drawn = totals[:, picks].sum(2) / counts[picks].sum(1)  # (sizes, draws)
         curves = np.c_[part["estimate"].to_numpy(), drawn].T

@@ -19,7 +19,7 @@ from scipy import stats
 from geomstats_lm import subspaces
 from geomstats_lm.geometry import decomposition_of, labelled_like, usable_tokens
 from geomstats_lm.geometry_measures import cosine, norm
-from geomstats_lm.geometry_summary import cluster_means
+from geomstats_lm.layer_means import cluster_means
 from geomstats_lm.statistics.resampling import bootstrap_interval, draw_counts
 from geomstats_lm.statistics.results import Result
 

@@ -7,7 +7,7 @@ A layer is called distinct only where that interval excludes 0 and e < 1; verdic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import pandas as pd
 import xarray as xr
 from scipy import stats
 
+from geomstats_lm.layer_means import group_means, layer_rows
 from geomstats_lm.nulls import angle_variance, direction_spread, forced
 from geomstats_lm.statistics.resampling import bootstrap_interval, draw_counts
 from geomstats_lm.statistics.results import Result
@@ -28,6 +29,8 @@ VERDICTS = {
     "energy_residual": "isotropic",
     "energy_update": "isotropic",
 }
+# the same, for measures that only a request brings
+ON_REQUEST = {"cos_residual_tokenwise": "forced"}
 COLUMNS = (
     "model", "function_class", "layer", "measure", "null", "observed", "forced", "null_mean",
     "null_low", "null_high", "estimate", "std_error", "conf_low", "conf_high", "p_value",
@@ -50,7 +53,8 @@ class GeometrySummary(Result):
 
     def summary(self, rows: int = 40) -> str:
         """The page for people: what was seen beside what was to be expected."""
-        shown = [name for name in SHOWN if name != "model" or self.estimates["model"].nunique() > 1]
+        there = ["layer_group" if n == "layer" and n not in self.estimates else n for n in SHOWN]
+        shown = [name for name in there if name != "model" or self.estimates["model"].nunique() > 1]
         page = Result(self.title, self.estimates[shown], self.fits, self.settings)
         page.notes = self.notes
         return page.summary(rows)
@@ -61,6 +65,7 @@ def geometry_summary(
     nulls: Sequence[xr.Dataset] = (),
     *,
     measures: Sequence[str] | None = None,
+    groups: Mapping[str, Sequence[int]] | None = None,
     cluster: str = "document",
     n_boot: int = 999,
     level: float = 0.95,
@@ -78,7 +83,11 @@ def geometry_summary(
         tokens.
     measures : sequence of str, optional
         Variables per token; by default the cosines and the angle of update, tokenwise part and
-        residual, and the energies where there are any.
+        residual, and the energies where there are any (``cos_residual_tokenwise``, which says what
+        the angle says, on request).
+    groups : mapping of str to sequence of int, optional
+        Layers whose means are averaged, by name (column ``layer_group`` in place of ``layer``);
+        each layer by itself by default.
     cluster : str
         Token coordinate whose levels are drawn whole.
     n_boot : int
@@ -132,7 +141,8 @@ def geometry_summary(
     exact = forced(data).isel(null=0)
     labels, codes = np.unique(data[cluster].values, return_inverse=True)
     counts = draw_counts(len(labels), n_boot, seed=seed, label=str(data.model.values[0]))
-    how = {"codes": codes, "counts": counts, "level": level, "interval": interval}
+    how = {"codes": codes, "counts": counts, "level": level, "interval": interval,
+           "groups": layer_rows(data.layer.values, groups)}  # fmt: skip
     others = [_aligned(null, data) for null in nulls]
     given = [str(null["null"].item()) for null in others]
     rows: list[dict[str, Any]] = []
@@ -140,7 +150,7 @@ def geometry_summary(
         by_null: dict[str, xr.DataArray | None] = {
             name: null[measure] for name, null in zip(given, others) if measure in null
         }
-        verdict_null = VERDICTS.get(measure, "")
+        verdict_null = {**VERDICTS, **ON_REQUEST}.get(measure, "")
         if verdict_null == "forced":
             by_null = {"forced": None, **by_null}
         elif measure == "energy_residual" and "energy_forced" in data:
@@ -148,6 +158,8 @@ def geometry_summary(
         for name, drawn in by_null.items():
             rows += _rows(data, exact, measure, name, drawn, name == verdict_null, how)
     frame = pd.DataFrame(rows, columns=list(COLUMNS))
+    if groups is not None:
+        frame = frame.rename(columns={"layer": "layer_group"})
     notes = [
         "forced: right angle of residual and tokenwise part, averaged over random directions in d "
         "dims; null_low and null_high: where the mean of a layer lies if the null holds.",
@@ -164,48 +176,6 @@ def geometry_summary(
         observations=lambda: data[chosen].to_dataframe().reset_index(),
         notes=notes,
     )  # fmt: skip
-
-
-def cluster_means(
-    values: np.ndarray,
-    codes: np.ndarray,
-    counts: np.ndarray,
-    weights: np.ndarray | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """(Weighted) mean of each row and its cluster-robust standard error, at all columns of counts.
-
-    Parameters
-    ----------
-    values : numpy.ndarray, shape (rows, n)
-        NaN are left out.
-    codes : numpy.ndarray of int, shape (n,)
-        Cluster of each column.
-    counts : numpy.ndarray, shape (clusters, resamples)
-        How often each cluster is there.
-    weights : numpy.ndarray, shape (rows, n), optional
-        With weights w and values y/w the mean is the ratio of sums of y and of w.
-
-    Returns
-    -------
-    means, std_errors : numpy.ndarray, shape (rows, resamples)
-        ``se^2 = G/(G-1) sum_g (S_g - mean N_g)^2 / N^2`` with sums S_g of ``w y`` and N_g of w.
-    """
-    n_clusters = len(counts)
-    there = np.isfinite(values)
-    weights = there.astype(float) if weights is None else np.where(there, weights, 0.0)
-    filled = np.where(there, values, 0.0) * weights
-    sums = np.stack([np.bincount(codes, row, n_clusters) for row in filled])
-    sizes = np.stack([np.bincount(codes, row, n_clusters) for row in weights])
-    drawn = counts.astype(float)
-    total, number = sums @ drawn, sizes @ drawn
-    with np.errstate(divide="ignore", invalid="ignore"):
-        means = np.where(number > 0, total / number, np.nan)
-        used = (sizes > 0).astype(float) @ drawn
-        spread = (
-            (sums**2) @ drawn - 2 * means * ((sums * sizes) @ drawn) + means**2 * (sizes**2 @ drawn)
-        )
-        variance = used / (used - 1) * np.maximum(spread, 0) / number**2
-    return means, np.sqrt(np.where(used > 1, variance, np.nan))
 
 
 def _labelled(geometry: xr.Dataset, cluster: str) -> xr.Dataset:
@@ -280,6 +250,8 @@ def _expected(
         variance = 2 * m * (dim - m) / (dim**2 * (dim + 2.0)) + 0 * value
     elif measure == "angle_residual_tokenwise":
         variance = angle_variance(dim) + 0 * value
+    elif measure == "cos_residual_tokenwise":
+        variance = 1 / dim + 0 * value
     else:
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = (one.residual_norm / one.tokenwise_norm).transpose("layer", "token").values
@@ -329,39 +301,48 @@ def _compare(
     difference = observed - null
     both = np.isfinite(difference)
     everything = np.ones((len(how["counts"]), 1))
-    mean, error = cluster_means(difference, how["codes"], everything)
-    means, errors = cluster_means(difference, how["codes"], how["counts"])
+    members = [rows for _, rows in how["groups"]]
+    mean, error = group_means(difference, how["codes"], everything, members)
+    means, errors = group_means(difference, how["codes"], how["counts"], members)
     at_right_angle = (
         _mean(exact[measure].transpose("layer", "token").values)
         if measure in exact
         else np.full(len(observed), np.nan)
     )
     pooled = np.sqrt(one.energy_share_residual.values)
+    seen, expected = _mean(np.where(both, observed, np.nan)), _mean(np.where(both, null, np.nan))
+    centre = (low + high) / 2
     rows = []
-    for i, layer in enumerate(one.layer.values):
-        n_clusters = len(np.unique(how["codes"][both[i]]))
+    for i, (label, inside) in enumerate(how["groups"]):
+        n_clusters = len(np.unique(how["codes"][both[inside].any(axis=0)]))
         estimate, se = float(mean[i, 0]), float(error[i, 0])
         conf_low, conf_high, _, reason = bootstrap_interval(
             estimate, means[i], kind=how["interval"], level=how["level"], std_error=se,
             replicate_std_errors=errors[i],
         )  # fmt: skip
         test = estimate / se if se > 0 else np.nan
+        relative_error = float(pooled[inside].mean())
         verdict = ""
         if judged:
-            verdict, why = _verdict(name, pooled[i], conf_low, conf_high, n_clusters)
+            verdict, why = _verdict(name, relative_error, conf_low, conf_high, n_clusters)
             reason = why or reason
+        # layers of a group are drawn apart under the null, so half widths add as squares
+        half = np.sqrt(((high - low)[inside] ** 2).sum()) / 2 / len(inside)
         rows.append(
             {
                 "model": one.model.item(), "function_class": one.function_class.item(),
-                "layer": layer, "measure": measure, "null": name,
-                "observed": _mean(np.where(both, observed, np.nan))[i],
-                "forced": at_right_angle[i], "null_mean": _mean(np.where(both, null, np.nan))[i],
-                "null_low": low[i], "null_high": high[i], "estimate": estimate, "std_error": se,
+                "layer": label, "measure": measure, "null": name,
+                "observed": seen[inside].mean(), "forced": at_right_angle[inside].mean(),
+                "null_mean": expected[inside].mean(),
+                "null_low": centre[inside].mean() - half,
+                "null_high": centre[inside].mean() + half,
+                "estimate": estimate, "std_error": se,
                 "conf_low": conf_low, "conf_high": conf_high,
                 "p_value": 2 * stats.t.sf(abs(test), n_clusters - 1) if n_clusters > 1 else np.nan,
-                "verdict": verdict, "relative_error": pooled[i], "n": int(both[i].sum()),
-                "n_clusters": n_clusters,
-                "n_error_above_one": int(one.n_error_above_one.values[i]), "reason": reason,
+                "verdict": verdict, "relative_error": relative_error,
+                "n": int(both[inside].sum()), "n_clusters": n_clusters,
+                "n_error_above_one": int(one.n_error_above_one.values[inside].sum()),
+                "reason": reason,
             }
         )  # fmt: skip
     return rows
@@ -381,7 +362,7 @@ def _fits(frame: pd.DataFrame, n_clusters: int) -> pd.DataFrame:
     judged = frame[frame["verdict"] != ""]
     grouped = judged.groupby(["model", "function_class", "measure"], sort=False)
     fits = grouped.agg(
-        n_layers=("layer", "size"),
+        n_layers=("verdict", "size"),
         n_distinct=("verdict", lambda v: int(v.str.startswith("distinct").sum())),
         n_no_verdict=("verdict", lambda v: int((v == "no verdict").sum())),
     ).reset_index()

@@ -105,9 +105,6 @@ def plot_error_damage(
     def draw(ax: Axes, part: pd.DataFrame) -> None:
         for log, scale in zip(logs, (ax.set_xscale, ax.set_yscale)):
             scale("log" if log else "linear")
-        for log, axis, name in zip(logs, (ax.xaxis, ax.yaxis), (x, y)):
-            if log:
-                log_axis(axis, part[name])
         if len(part) > MANY:
             ax.hexbin(
                 part[x], part[y], gridsize=32, bins="log", mincnt=1, cmap="cividis", lw=0,
@@ -118,6 +115,9 @@ def plot_error_damage(
                 part[x], part[y], s=7, alpha=0.45, color=styles([0])[0]["color"], lw=0,
                 rasterized=True,
             )  # fmt: skip
+        for log, axis, name in zip(logs, (ax.xaxis, ax.yaxis), (x, y)):
+            if log:  # hexbin has set ticks of its own
+                log_axis(axis, part[name])
         looks = styles(["residual", "control"])
         looks["residual"] |= {"color": "#d55e00"}  # both stand out on dots and on a density
         looks["control"] |= {"color": "#cc79a7"}
@@ -127,7 +127,10 @@ def plot_error_damage(
         name_axes(ax, in_words(x), in_words(y))
         text = _correlation_text(correlation, part, x, y)
         if text:
-            ax.text(0.03, 0.98, text, transform=ax.transAxes, va="top", fontsize=8)
+            ax.text(
+                0.03, 0.98, text, transform=ax.transAxes, va="top", fontsize=8,
+                bbox={"facecolor": "white", "alpha": 0.8, "lw": 0, "pad": 1},
+            )  # fmt: skip
         legend(ax)
 
     return over_panels(table, ("function_class", "positions", "model"), ax, draw, height=2.9)

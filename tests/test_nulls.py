@@ -9,7 +9,8 @@ import pytest
 import xarray as xr
 
 from geomstats_lm import geometry
-from geomstats_lm.geometry_summary import VERDICTS, cluster_means, geometry_summary
+from geomstats_lm.geometry_summary import VERDICTS, geometry_summary
+from geomstats_lm.layer_means import cluster_means
 from geomstats_lm.nulls import angle_variance, direction_spread, exchanged, forced, isotropic
 from tests.planted import first_dims, planted
 from tests.test_geometry import decomposition

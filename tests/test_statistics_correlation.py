@@ -337,3 +337,10 @@ def test_lazy_data_are_read_one_layer_at_a_time(data):
     runs = [layer for i, layer in enumerate(read) if i == 0 or read[i - 1] != layer]
     # once to see which documents there are, once to correlate
     assert runs == [0, 1, 2, 0, 1, 2]
+
+
+def test_markdown_escapes_bars_in_names_and_cells() -> None:
+    from geomstats_lm.statistics.results import markdown_table
+
+    table = markdown_table(pd.DataFrame({"|r|": ["a|b"], "n": [3]}))
+    assert table.splitlines() == [r"| \|r\| | n |", "| --- | --- |", r"| a\|b | 3 |"]

@@ -144,8 +144,8 @@ def _number(value: float, digits: int) -> str:
 
 def markdown_table(frame: pd.DataFrame) -> str:
     """A frame of strings as a pipe table."""
-    rows = [list(map(str, frame.columns)), ["---"] * frame.shape[1]]
-    rows += [[str(value).replace("|", "\\|") for value in row] for row in frame.to_numpy()]
+    rows = [list(frame.columns), ["---"] * frame.shape[1], *frame.to_numpy().tolist()]
+    rows = [[str(value).replace("|", "\\|") for value in row] for row in rows]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
