@@ -45,7 +45,7 @@ def prefetch_row(array, row):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True, fastmath=FAST)
 def half_gram(X, gram, next_array, next_rows, other_array, other_rows):  # type: ignore[no-untyped-def]
-    """X X' on and below the diagonal, by 4 x 2 tiles: eight sums and six rows in registers.
+    """X X' on and above the diagonal, by 4 x 2 tiles: eight sums and six rows in registers.
 
     Every tile also asks for one of ``next_rows`` of ``next_array``, then of the others, so that
     memory works while the arithmetic does.
@@ -74,10 +74,10 @@ def half_gram(X, gram, next_array, next_rows, other_array, other_rows):  # type:
                 s21 += x2 * y1
                 s30 += x3 * y0
                 s31 += x3 * y1
-            gram[i, j], gram[i, j + 1] = s00, s01
-            gram[i + 1, j], gram[i + 1, j + 1] = s10, s11
-            gram[i + 2, j], gram[i + 2, j + 1] = s20, s21
-            gram[i + 3, j], gram[i + 3, j + 1] = s30, s31
+            above, next_above = gram[j], gram[j + 1]
+            above[i], above[i + 1], above[i + 2], above[i + 3] = s00, s10, s20, s30
+            next_above[i], next_above[i + 1] = s01, s11
+            next_above[i + 2], next_above[i + 3] = s21, s31
 
 
 @njit(nogil=True, cache=True, fastmath=FAST)

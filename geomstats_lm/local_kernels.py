@@ -135,7 +135,7 @@ def fit_neighbourhoods(  # type: ignore[no-untyped-def]
         following = neighbours[i + 1] if i + 1 < n else nothing
         if n_factors > 0:
             if precise:
-                double_gram(X, X, gram, True)
+                double_gram(X, X, gram, False)
             else:
                 half_gram(X, gram, targets, neighbours[i], states, following)
         raw_trace = trace
@@ -157,9 +157,6 @@ def fit_neighbourhoods(  # type: ignore[no-untyped-def]
                 for b_row in range(padded):
                     line[b_row] = source[b_row] + scale * along_mean[b_row] + shift * root[b_row]
                 right[a_row] = along_query[a_row] + shift + scale * mean_offset
-            for a_row in range(k):  # the factorization reads the upper half
-                for b_row in range(a_row):
-                    system[b_row, a_row] = system[a_row, b_row]
             penalty[f] = factor_ridge[f] * (trace if centred else raw_trace) / min(k, d)
             penalty[f] += 1e-6 * mean_square
             for a_row in range(k):

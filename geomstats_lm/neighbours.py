@@ -20,7 +20,7 @@ MARGIN = 8  # candidates kept beyond k, so that rounding of the scores cannot co
 LEAST = np.finfo(np.float32).min
 SPARE = 64  # room in a query's list of candidates before it is cut back
 LANE = 32  # scores looked at together
-QUERY_BLOCK = 256
+QUERY_BLOCK = 512
 REFERENCE_BLOCK = 1024
 
 

@@ -32,7 +32,7 @@ def low_rank_combination(  # type: ignore[no-untyped-def]
 ):
     """Weights b on the k (scaled) targets of the rank-r ridge map, into ``combination`` (k,).
 
-    ``target_gram`` (k, k) is D D' (lower half), ``factor`` that of K + lambda I by ``eliminate``,
+    ``target_gram`` (k, k) is D D' (upper half), ``factor`` that of K + lambda I by ``eliminate``,
     ``solution`` w; ``work`` (4, k, k) float64 is scratch.
     """
     k = solution.size
@@ -50,7 +50,7 @@ def low_rank_combination(  # type: ignore[no-untyped-def]
     split_factor(smoother, middle, root)  # root = L'
     for j in range(k):
         for p in range(k):
-            inverse[j, p] = target_gram[j, p] if j >= p else target_gram[p, j]
+            inverse[j, p] = target_gram[j, p] if j <= p else target_gram[p, j]
     multiply_transposed(root, inverse, smoother)  # L' G
     multiply_transposed(smoother, root, middle)  # L' G L
     for j in range(k):

@@ -146,6 +146,20 @@ def test_both_implementations_agree(shape, target):
         assert relative(rebuilt, two_rest[label]) < 1e-5
 
 
+@pytest.mark.parametrize("shape", [(12, 40), (9, 5)])
+def test_both_implementations_agree_on_duplicates(shape):
+    k, d = shape
+    data, *_ = neighbourhoods(k=k, d=d)
+    rows = data.neighbours.copy()
+    rows[:, k // 2 :] = rows[:, : k - k // 2]
+    data = data._replace(neighbours=rows)
+    classes = parse_classes(ALL_LOCAL)
+    one, _, _ = local_predictions(classes, data, k=k)
+    two, _, _ = local_predictions(classes, data, k=k, device="cpu:0")
+    for c, cls in enumerate(classes):
+        assert relative(one[c], two[c]) < 1e-4, cls.label
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_accelerator_agrees_with_the_compiled_kernels():
     data, *_ = neighbourhoods(k=32, d=192)
