@@ -62,5 +62,7 @@ def test_peak_memory_does_not_grow_with_the_cube(tmp_path: Path) -> None:
     large, at_large = peaks(tmp_path / "large", 2400)
     assert large == pytest.approx(4 * small) and large > 200
     for step, peak in at_large.items():
-        # labels and numbers per token do grow, by a fiftieth of the cube
-        assert peak - at_small[step] < 0.25 * (large - small), (step, at_small, at_large)
+        # Labels and numbers per token do grow, by a fiftieth of the cube, and what the allocator
+        # keeps varies by 40 MB from run to run.  The evaluation tokens of one layer with all
+        # their parts, which nothing may hold at once, would grow by 0.65 of the cube's growth.
+        assert peak - at_small[step] < 0.45 * (large - small), (step, at_small, at_large)
