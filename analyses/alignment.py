@@ -87,7 +87,8 @@ common.keep(
     nulls, "nulls", given, shown=nulls[columns],
     notes=[
         "Local affine map. estimate: observed - null, with its interval; null_low, null_high: "
-        "where a layer's mean lies if the null holds. Angles in degrees.",
+        "where a layer's mean lies if the null holds. Angles in degrees. Beside forced cosines "
+        "stand the tokens with an error below 1, beside drawn ones all.",
         f"isotropic and exchanged: {given.draws} draws a token, but for the energy, whose "
         f"isotropic null is m/d with m = {common.COMPONENTS}. Verdicts name their null.",
         *common.facts(nodes),

@@ -82,7 +82,7 @@ def layer_means(
     >>> means[["layer", "estimate", "n_clusters"]].round(2)
        layer  estimate  n_clusters
     0      1      0.51          30
-    1      2      0.50          30
+    1      2      0.51          30
     """
     if interval not in ("bootstrap-t", "percentile", "basic"):
         raise ValueError(f"interval={interval!r}: 'bootstrap-t', 'percentile', 'basic'")
