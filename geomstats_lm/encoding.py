@@ -6,6 +6,7 @@ bfloat16 is the upper half of a float32, rounded to nearest even and kept as uin
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,22 +18,33 @@ BFLOAT16_NAN = 0x7FC0
 CHECKSUM_PIECE = 1 << 19  # bytes: what is copied for the checksum is still in the cache
 
 
-def checksum(parts: Mapping[str, np.ndarray]) -> int:
+def checksum(
+    parts: Mapping[str, np.ndarray],
+    extend: Callable[[int, bytes], int] = google_crc32c.extend,
+) -> int:
     """CRC-32C of a unit's stored values, variables in alphabetical order; never 0.
 
-    The Castagnoli polynomial, since processors have an instruction for it.
+    The Castagnoli polynomial, since processors have an instruction for it; ``extend`` continues
+    another checksum instead.
     """
     crc = 0
     for name in sorted(parts):
         values = np.asarray(parts[name])
         if values.dtype.kind in "OTUS":
             text = "\0".join(map(str, values.ravel().tolist()))
-            crc = google_crc32c.extend(crc, text.encode())
+            crc = extend(crc, text.encode())
             continue
         content = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
         for start in range(0, len(content), CHECKSUM_PIECE):
-            crc = google_crc32c.extend(crc, bytes(content[start : start + CHECKSUM_PIECE]))
+            crc = extend(crc, bytes(content[start : start + CHECKSUM_PIECE]))
     return crc or 1
+
+
+def continued_as(long_name: str) -> Callable[[int, bytes], int]:
+    """How the checksums of a ledger go on: those not said to be CRC-32C are CRC-32, as once."""
+    if long_name.startswith("CRC-32C"):
+        return google_crc32c.extend
+    return lambda crc, content: zlib.crc32(content, crc)
 
 
 def encode(

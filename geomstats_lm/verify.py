@@ -46,7 +46,7 @@ import numpy as np
 import pandas as pd
 
 from geomstats_lm.cube import DIM_ORDER, LEAVES, RESERVED
-from geomstats_lm.encoding import checksum, from_bfloat16
+from geomstats_lm.encoding import checksum, continued_as, from_bfloat16
 from geomstats_lm.ledger import token_runs, unit_region
 from geomstats_lm.storage import (
     LEDGER,
@@ -330,6 +330,7 @@ def _check_values(leaf: Leaf, sample: int | None, rng: np.random.Generator) -> l
     if (len(leaf.grid["layer"]), len(leaf.grid["token"])) != leaf.ledger.shape:
         cut = f"{len(leaf.grid['layer'])} x {len(leaf.grid['token'])}"
         return [(LEDGER, "ledger", f"{leaf.ledger.shape} units, but chunks make {cut}", ANEW)]
+    extend = continued_as(str(leaf.group[LEDGER].attrs.get("long_name", "")))
     broken: list[tuple[int, int]] = []
     unreadable: list[tuple[tuple[int, int], str]] = []
     faults: dict[tuple[str, str, int], list[bool]] = {}
@@ -345,7 +346,7 @@ def _check_values(leaf: Leaf, sample: int | None, rng: np.random.Generator) -> l
             except (ValueError, OSError, RuntimeError) as error:  # a chunk cut short, a bad disk
                 unreadable.append((unit, str(error)))
                 continue
-            if checksum(parts) != leaf.ledger[unit]:
+            if checksum(parts, extend) != leaf.ledger[unit]:
                 broken.append(unit)
             for name in set(STATES) & set(parts):
                 for layer, values in _by_layer(leaf, name, parts[name], row):

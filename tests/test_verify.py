@@ -13,6 +13,7 @@ import xarray as xr
 import zarr
 
 from geomstats_lm.cube import prepare_leaf, token_runs, write_leaf, write_unit
+from geomstats_lm.encoding import checksum, continued_as
 from geomstats_lm.verify import verify_study
 from tests.cube_samples import activations
 
@@ -112,6 +113,15 @@ def test_findings_are_printed_with_place_and_advice(store, capsys):
 def test_a_lost_chunk(store, leaf, file, variable):
     (store / leaf / file).unlink()
     assert (leaf, variable, "chunks") in checks(store)
+
+
+@pytest.mark.parametrize(
+    ("long_name", "of_digits"),  # the published check values of the two polynomials
+    [("CRC-32C of each finished unit", 0xE3069283), ("CRC-32 of each finished unit", 0xCBF43926)],
+)
+def test_a_ledger_says_which_checksum_it_holds(long_name, of_digits):
+    digits = np.frombuffer(b"123456789", dtype=np.uint8)
+    assert checksum({"digits": digits}, continued_as(long_name)) == of_digits
 
 
 @pytest.mark.parametrize(
