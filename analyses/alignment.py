@@ -108,7 +108,7 @@ cosines = means[(means["function_class"] == "affine") & means["measure"].isin(MA
 cosines = cosines.assign(cosine=cosines["measure"].map(MAPS)).drop(columns="measure")
 common.keep_figure(
     plots.plot_layer_profile(
-        cosines, "estimate", by="cosine", label="cosine of update and tokenwise part"
+        cosines, "estimate", by="cosine", label="cosine of update and\ntokenwise part"
     ),
     "raw_and_centred", given,
 )  # fmt: skip

@@ -167,11 +167,12 @@ def over_panels(
     if ax is not None:
         levels = {c: list(dict.fromkeys(frame[c])) for c in apart}
         raise ValueError(f"ax: the data have several panels, {levels}; select one, or leave ax out")
+    shared = {c: frame[c].iloc[0] for c in columns if c in frame and c not in [*apart, *UNTITLED]}
     *down, across = apart
     across_levels = list(dict.fromkeys(frame[across]))
     down_levels = list(dict.fromkeys(zip(*(frame[c] for c in down)))) if down else [()]
     if not down and len(across_levels) > 3:  # one column of panels would be as wide as a wall
-        return _wrapped(frame, across, across_levels, draw, height)
+        return _finished(_wrapped(frame, across, across_levels, draw, height), shared)
     width = ONE_COLUMN * len(across_levels)
     figure = Figure(figsize=(width, height * len(down_levels)), layout="constrained")
     with sns.axes_style("ticks"):
@@ -186,7 +187,14 @@ def over_panels(
             if j:
                 grid[i, j].set_ylabel("")
                 grid[i, j].tick_params(labelleft=False)
+    return _finished(figure, shared)
+
+
+def _finished(figure: Figure, shared: dict[str, Any]) -> Figure:
+    """What all panels share: one legend, and a title of the levels that all of them have."""
     _one_legend(figure)
+    if shared:
+        figure.suptitle(", ".join(_level_names(shared)), fontsize=9)
     return figure
 
 
@@ -205,7 +213,6 @@ def _wrapped(
         _panel(cell, frame[frame[column] == levels[number]], draw, {column: levels[number]})
         if number % wide:
             cell.set_ylabel("")
-    _one_legend(figure)
     return figure
 
 
@@ -235,11 +242,15 @@ def _panel(ax: Axes, part: pd.DataFrame, draw: Any, title: dict[str, Any]) -> No
     _title(ax, title)
 
 
-def _title(ax: Axes, levels: dict[str, Any]) -> None:
-    names = [
+def _level_names(levels: dict[str, Any]) -> list[str]:
+    return [
         f"layer {value}" if column == "layer" else MODES.get(str(value), str(value))
         for column, value in levels.items()
     ]
+
+
+def _title(ax: Axes, levels: dict[str, Any]) -> None:
+    names = _level_names(levels)
     ax.set_title("\n".join([", ".join(names[:2]), *names[2:]]), fontsize=9)
 
 

@@ -173,7 +173,7 @@ def plot_alignment(frame: pd.DataFrame) -> Figure:
                 )  # fmt: skip
                 ax.plot(group["layer"], group[forced], lw=0.9, ls="--", color=look["color"])
         layer_ticks(ax, part["layer"])
-        name_axes(ax, "layer", f"cos(update, tokenwise), {kind}")
+        name_axes(ax, "layer", "cos(update, tokenwise)")
         ax.set_ylim(top=1.03)
         legend(ax, "dashed: forced by the residual's size")
 

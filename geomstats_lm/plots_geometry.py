@@ -174,11 +174,13 @@ def plot_alignment_heatmap(
     low = max(float(finite.min()), -1.0) if finite.size else 0.0
     high = max(float(finite.max()), low + 1e-9) if finite.size else 1.0
     rows = table["function_class"].nunique()
+    images: list[Any] = []
 
     def draw(ax: Axes, part: pd.DataFrame) -> None:
         grid = part.pivot_table(index="function_class", columns="layer", values=value, sort=False)
         grid = grid[sorted(grid.columns)]
-        shown = ax.imshow(grid.to_numpy(float), cmap="cividis", vmin=low, vmax=high, aspect="auto")
+        colours: dict[str, Any] = {"cmap": "cividis", "vmin": low, "vmax": high}
+        images.append(ax.imshow(grid.to_numpy(float), aspect="auto", **colours))
         size = 7.5 if grid.shape[1] <= 8 else 5.5
         for i, j in np.ndindex(grid.shape):
             number = float(grid.to_numpy(float)[i, j])
@@ -192,12 +194,16 @@ def plot_alignment_heatmap(
         for side in ax.spines.values():
             side.set_visible(False)
         name_axes(ax, "layer", "")
-        bar = ax.figure.colorbar(shown, ax=ax, location="bottom", shrink=0.9, aspect=30)
-        bar.set_label(in_words(value), fontsize=8)
-        bar.ax.tick_params(labelsize=7.5)
-        bar.outline.set_visible(False)  # type: ignore[operator]
 
-    return over_panels(table, PANELS, ax, draw, height=1.35 + 0.3 * rows)
+    drawn = over_panels(table, PANELS, ax, draw, height=1.35 + 0.3 * rows)
+    axes = [image.axes for image in images]
+    bar = axes[0].figure.colorbar(
+        images[0], ax=axes, location="bottom", shrink=0.9 / len(axes) ** 0.5, aspect=30
+    )
+    bar.set_label(in_words(value), fontsize=8)
+    bar.ax.tick_params(labelsize=7.5)
+    bar.outline.set_visible(False)
+    return drawn
 
 
 def plot_angles(
