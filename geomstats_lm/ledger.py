@@ -308,10 +308,11 @@ def _leaf_files(
     coords = {name: variables.pop(name) for name in template.coords}
     attrs = {**template.attrs, "settings": json.dumps(_plain(settings), sort_keys=True)}
     memory = MemoryStore()
-    with zarr.config.set({"array.write_empty_chunks": True}):
-        xr.Dataset(variables, coords, attrs).to_zarr(
-            memory, mode="w", compute=False, consolidated=False, encoding=encoding, zarr_format=3
-        )
+    # not by zarr's configuration, which is that of all threads
+    xr.Dataset(variables, coords, attrs).to_zarr(
+        memory, mode="w", compute=False, consolidated=False, encoding=encoding, zarr_format=3,
+        write_empty_chunks=True,
+    )  # fmt: skip
     group: Any = zarr.open_group(memory, mode="a", zarr_format=3)
     whole = all(v.chunks is None for v in template.data_vars.values())
     spans = {
